@@ -20,6 +20,7 @@ import msgspec
 from headgate import __version__, cli
 from headgate import config as configs
 from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
+from headgate.contract.compatible import COMPATIBLE, CompatibleField
 from headgate.contract.openapi import router_description, server_description
 from headgate.contract.operations.operation import ERRORS, AskAll, AskOne, Operation, Relay, RouterHandler
 from headgate.contract.operations.table import OPERATIONS
@@ -176,6 +177,23 @@ def with_table(page: str) -> str:
         if operation.in_api
     ]
     return TABLE.sub(lambda _: "\n".join(["", *rows, "", ""]), page)
+
+
+FIELDS = re.compile(
+    r"(?<=<!-- begin: python docs/hooks.py writes these fields -->\n).*?(?=<!-- end of fields -->)", re.DOTALL
+)
+
+
+def with_fields(page: str) -> str:
+    """docs/api.md with the table of compatible fields brought up to date."""
+    rows = ["| field | in | accepted | why |", "|---|---|---|---|", *map(_field, COMPATIBLE)]
+    return FIELDS.sub(lambda _: "\n".join(["", *rows, "", ""]), page)
+
+
+def _field(field: CompatibleField) -> str:
+    name = field.name if field.place == "body" else f"{field.place}.{field.name}"
+    values = "any" if field.accepted is None else f"`{field.values}`"
+    return f"| `{name}` | {', '.join(API_TITLES[api] for api in field.apis)} | {values} | {field.why} |"
 
 
 def _content(kind: str, schema: dict[str, Any]) -> str:
@@ -356,4 +374,4 @@ def metrics_page() -> str:
 
 if __name__ == "__main__":
     API_PAGE = ROOT / "docs/api.md"
-    API_PAGE.write_text(with_table(API_PAGE.read_text("utf-8")), "utf-8")
+    API_PAGE.write_text(with_fields(with_table(API_PAGE.read_text("utf-8"))), "utf-8")

@@ -78,6 +78,12 @@ def test_the_table_of_operations_matches_the_code(hooks):
     assert "| `POST /v1/pause` | Pause all engines | admin | answered for the fleet |" in page
 
 
+def test_the_table_of_compatible_fields_matches_the_code(hooks):
+    page = (ROOT / "docs/api.md").read_text("utf-8")
+    assert hooks.with_fields(page) == page, "run `python docs/hooks.py`"
+    assert "`no_logs`" in page
+
+
 def test_operations_that_need_no_key_are_documented():
     page = (ROOT / "docs/keys.md").read_text("utf-8")
     (sentence,) = re.findall(r"^(.*) and the empty page of the", page, re.MULTILINE)

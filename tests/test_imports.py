@@ -88,6 +88,7 @@ MAY_IMPORT = {
         "reconcile",
     },
     "cluster": {"cluster", "errors"},
+    "integrations": {"integrations", "client", "weights", "protocol", "errors"},
 }
 
 # module -> what it may import in addition
@@ -100,7 +101,7 @@ EXCEPTIONS = {
 
 # library -> the only packages (or modules) that may import it
 ONLY_IN = {
-    "torch": {"device", "layers", "models", "transfer", "testing", "weights.py", "doctor.py"},
+    "torch": {"device", "layers", "models", "transfer", "testing", "integrations", "weights.py", "doctor.py"},
     "zmq": {"engine/channel.py", "transfer"},
     "nixl": {"transfer/staging.py"},
     "ray": {"cluster/ray.py"},

@@ -90,6 +90,7 @@ class FleetState(msgspec.Struct, kw_only=True, frozen=True):
     state: str
     mode: str | None = None
     weight_version: int = 0
+    weight_label: str = ""  # the trainer's label of that version, or its number as text
     asleep: list[str] = []
     engines: list[dict[str, Any]] = []
     aborted: int = 0  # by a pause
@@ -196,10 +197,12 @@ def _tags(tags: Sequence[str]) -> dict[str, Any]:
     return {"tags": tags} if tags else {}
 
 
-def _update(source: Source | str, version: int | None, kv: str, timeout_s: float) -> _Call:
+def _update(source: Source | str, version: int | None, label: str | None, kv: str, timeout_s: float) -> _Call:
     body: dict[str, Any] = {"kv": kv, "timeout": timeout_s}
     if version is not None:
         body["version"] = version
+    if label is not None:
+        body["label"] = label
     match source:
         case BroadcastSource():
             body["group"] = {
@@ -291,10 +294,16 @@ class Fleet:
         return self._state(IS_PAUSED)
 
     def update_weights(
-        self, source: Source | str, version: int | None = None, *, kv: str = "recompute", timeout_s: float = TIMEOUT_S
+        self,
+        source: Source | str,
+        version: int | None = None,
+        *,
+        label: str | None = None,
+        kv: str = "recompute",
+        timeout_s: float = TIMEOUT_S,
     ) -> FleetState:
         """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source."""
-        return self._state(_update(source, version, kv, timeout_s))
+        return self._state(_update(source, version, label, kv, timeout_s))
 
     def sleep(self, *tags: str) -> FleetState:
         return self._state(_control(control.SLEEP, _tags(tags)))
@@ -392,10 +401,16 @@ class AsyncFleet:
         return await self._state(IS_PAUSED)
 
     async def update_weights(
-        self, source: Source | str, version: int | None = None, *, kv: str = "recompute", timeout_s: float = TIMEOUT_S
+        self,
+        source: Source | str,
+        version: int | None = None,
+        *,
+        label: str | None = None,
+        kv: str = "recompute",
+        timeout_s: float = TIMEOUT_S,
     ) -> FleetState:
         """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source."""
-        return await self._state(_update(source, version, kv, timeout_s))
+        return await self._state(_update(source, version, label, kv, timeout_s))
 
     async def sleep(self, *tags: str) -> FleetState:
         return await self._state(_control(control.SLEEP, _tags(tags)))

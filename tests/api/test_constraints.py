@@ -96,6 +96,14 @@ def test_a_required_call_can_always_be_parsed_and_matches_its_schema(format, par
     assert (counts == {1}) == (not parallel or format is ToolFormat.LLAMA)
 
 
+@pytest.mark.parametrize("format", ToolFormat)
+def test_a_named_function_is_called_once(format):
+    named = {"type": "function", "function": {"name": "now"}}
+    grammar, rng = constraint_for(tools=TOOLS, tool_choice=named, format=format), random.Random(0)
+    calls = [parse_calls(say(grammar, rng), format, names=SCHEMAS, seed="r")[1] for _ in range(40)]
+    assert {len(each) for each in calls} == {1}
+
+
 @pytest.mark.parametrize("name", [{"function": {"name": "now"}}, {"name": "now"}])
 def test_a_named_function_is_the_only_one_that_can_be_called(name):
     grammar = constraint_for(tools=TOOLS, tool_choice={"type": "function", **name}, parallel_tool_calls=False)

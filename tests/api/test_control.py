@@ -12,10 +12,11 @@ from headgate.api.accounting.ledger import PREFILL, Ledger
 from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.control.lifecycle import Controls, Refusal
 from headgate.api.host import ServerContext
+from headgate.api.weight_labels import MOST_LABELS, WeightLabels
 from headgate.contract.control import overall
 from headgate.engine.moving_stream import Place
 from headgate.engine.replicas import Replica
-from headgate.errors import EngineDead, Unavailable
+from headgate.errors import EngineDead, Late, Unavailable
 from headgate.protocol.command import Command, Denied, EngineState, FileSource, Flush, Pause, Resume
 from tests.simulated import run
 
@@ -28,6 +29,7 @@ class Engines:
         self.free = asyncio.Event()
         self.answers = list(answers)
         self.asked = None
+        self.version = 2
 
     async def call_all(self, command: Command, timeout_s: float = 1) -> dict[int, Any]:
         self.commands.append(command)
@@ -37,7 +39,7 @@ class Engines:
 
 def controls(engines: Engines) -> tuple[Controls, Ledger]:
     ledger = Ledger(ServerMetrics(), limit=10)
-    api: Any = SimpleNamespace(engines=engines, ledger=ledger)
+    api: Any = SimpleNamespace(engines=engines, ledger=ledger, labels=WeightLabels())
     return Controls(api, ServerContext("0", "m", [Replica(i, "") for i in range(2)], ledger)), ledger
 
 
@@ -135,3 +137,30 @@ def test_an_engine_that_is_down_is_listed_and_a_refusal_by_an_engine_fails_the_c
 )
 def test_the_state_of_several_engines_is_the_most_significant_one(seen: set[str], state: str):
     assert overall(seen) == state
+
+
+def test_78_the_label_of_an_update_is_kept_if_it_may_have_happened_and_forgotten_if_it_was_refused():
+    async def main() -> None:
+        denied = Denied(400, "bad_weights", "no")
+        engines = Engines({0: denied, 1: denied}, {0: Late("late"), 1: Late("late")}, {0: PAUSED, 1: PAUSED})
+        engines.free.set()
+        control, _ = controls(engines)
+        with pytest.raises(Refusal):
+            await control.update(FileSource("x"), label="refused")
+        assert control._labels.given(3) is None
+        await control.update(FileSource("x"), label="late")
+        assert control._labels[3] == "late", "the engines may still carry it out"
+        assert (await control.update(FileSource("x"), label="1")).weight_label == "1"
+        control.relabel("other")
+        assert control._labels[engines.version] == "other"
+
+    run(main())
+
+
+def test_78_the_number_of_labels_is_bounded():
+    labels = WeightLabels()
+    for version in range(MOST_LABELS + 5):
+        labels.set(version, "same")
+    assert (labels[0], labels[5]) == ("0", "same")
+    labels.set(5, None)
+    assert labels[5] == "5"

@@ -22,7 +22,7 @@ from headgate.api.generate import generation, serve
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.contract import schema
 from headgate.contract.openapi import server_description
-from headgate.contract.parameter import APIS, Api, Range, SamplingParameter
+from headgate.contract.parameter import APIS, Api, OneOf, Range, SamplingParameter
 from headgate.contract.sampling import PARAMETERS, SAMPLING, SamplingParams, sampling_given, set_if_absent
 from headgate.device.rows import COLUMNS, Rows
 from headgate.engine.client import Chunk
@@ -133,6 +133,8 @@ def edges(info: inspect.Type) -> tuple[list[Any], list[Any]]:
             return [low, high], [math.nextafter(low, -math.inf), math.nextafter(high, math.inf)]
         case inspect.BoolType():
             return [False, True], []
+        case inspect.LiteralType(values=values):
+            return list(values), ["x", ""]
         case inspect.StrType(min_length=int(low), max_length=int(high)):
             return ["x" * low, "x" * high], ["x" * (low - 1), "x" * (high + 1)]
         case inspect.ListType(item_type=item, max_length=int(most)):
@@ -268,11 +270,16 @@ def test_a_value_that_crosses_to_an_engine_is_within_its_range(name, rule):
         assert getattr(SamplingParams(**{name: value}), name) == value
 
 
+def test_a_name_that_crosses_to_an_engine_is_one_of_those_declared():
+    with pytest.raises(ValueError, match="logprobs_mode must be one of raw, scaled, processed"):
+        SamplingParams(logprobs_mode="cooked")
+
+
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_value_reaches_its_column_on_the_device(name):
     parameter = SAMPLING[name]
     (rule,) = parameter.rules
-    for value in (rule.high, parameter.default):
+    for value in (rule.names[-1] if isinstance(rule, OneOf) else rule.high, parameter.default):
         rows = Rows(max_rows=2, max_context=8, block_size=4, vocab_size=2**31)
         params = SamplingParams(**{"seed": 7, "max_tokens": None, name: value})
         if name == "seed" and value is None:
@@ -316,8 +323,8 @@ OTHERS = {"seed", "min_tokens", "include_stop_str_in_output"}
 @pytest.mark.parametrize(
     ("api", "names"),
     [
-        ("chat", SHARED | OTHERS | {"max_tokens", "max_completion_tokens"}),
-        ("completions", SHARED | OTHERS | {"max_tokens", "logprobs"}),
+        ("chat", SHARED | OTHERS | {"max_tokens", "max_completion_tokens", "no_stop_trim"}),
+        ("completions", SHARED | OTHERS | {"max_tokens", "logprobs", "no_stop_trim"}),
         (
             "responses",
             SHARED - {"n", "logit_bias", "presence_penalty", "frequency_penalty"} | OTHERS | {"max_output_tokens"},

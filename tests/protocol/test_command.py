@@ -5,12 +5,19 @@ import pytest
 
 from headgate.protocol.command import (
     BroadcastSource,
+    CollectWeights,
     Command,
+    DiscardWeights,
     FileSource,
+    GroupPart,
+    JoinGroup,
+    LeaveGroup,
     SharedMemorySource,
     SharedStorage,
     SharedTensor,
     Sleep,
+    StagedSource,
+    TensorSpec,
     UpdateWeights,
     Wake,
 )
@@ -29,6 +36,11 @@ from headgate.protocol.command import (
                 (SharedTensor("norm", "bfloat16", (64,), 0, 0),),
             )
         ),
+        UpdateWeights(StagedSource(base=2, checksum={"norm": "00"}), version=3),
+        JoinGroup("slime-pp_0", "trainer", 29500, world_size=3, rank=1, backend="gloo"),
+        LeaveGroup("slime-pp_0"),
+        CollectWeights(GroupPart("slime-pp_0", (TensorSpec("norm", "bfloat16", (64,)),), packed_bytes=1), anew=True),
+        DiscardWeights("the trainer is gone"),
         Sleep(("weights",)),
         Wake(),
     ],
@@ -57,3 +69,16 @@ def test_an_invalid_group_is_refused(fields, reason):
 def test_a_group_has_the_address_of_its_trainer():
     assert BroadcastSource("tcp://10.0.0.1:29500", 2).address == ("10.0.0.1", 29500)
     assert BroadcastSource("tcp://[::1]:29500", 2).address == ("::1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rank": 0}, "rank 0 is not an engine's rank in a group of 2; 0 is the trainer"),
+        ({"rank": 2}, "rank 2 is not an engine's rank in a group of 2"),
+        ({"timeout_s": 0}, "timeout must be above 0"),
+    ],
+)
+def test_a_trainers_group_that_no_engine_can_join_is_refused(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        JoinGroup(**{"name": "g", "host": "trainer", "port": 1, "world_size": 2, "rank": 1} | fields)

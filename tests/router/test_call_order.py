@@ -73,6 +73,33 @@ def test_24_55_an_update_leaves_a_worker_paused_that_another_caller_has_paused(f
         assert late.state == "paused"
 
 
+def test_24_29_a_rolling_update_leaves_a_worker_paused_that_another_caller_pauses_meanwhile(fakes: list[FakeWorker]):
+    """Regression: the resume of the update ended the pause of another router. Found by seed 94993566574."""
+    asked, gate = threading.Event(), threading.Event()
+    fakes[0].late["/v1/update_weights"] = lambda: (asked.set(), gate.wait(60))
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
+        rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
+        assert asked.wait(60)
+        httpx.post(f"{fakes[0].url}/v1/pause", json={}, trust_env=False).raise_for_status()
+        gate.set()
+        assert rolling.result(60).status_code == 200
+        assert [fake.version for fake in fakes] == [1, 1, 1]
+        assert [fake.state for fake in fakes] == ["paused", "running", "running"]
+
+
+def test_24_29_a_rolling_update_stops_at_a_worker_that_another_caller_has_paused(fakes: list[FakeWorker]):
+    asked, gate = threading.Event(), threading.Event()
+    fakes[0].late["/v1/update_weights"] = lambda: (asked.set(), gate.wait(60))
+    with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(1) as threads:
+        rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
+        assert asked.wait(60)
+        httpx.post(f"{fakes[1].url}/v1/pause", json={}, trust_env=False).raise_for_status()
+        gate.set()
+        message = rolling.result(60).json()["error"]["message"]
+        assert f"stopped at {fakes[1].url}: another caller has paused" in message
+        assert [fake.version for fake in fakes] == [1, 0, 0] and fakes[1].state == "paused"
+
+
 def test_24_an_update_does_not_hide_that_another_caller_has_resumed_a_worker(fakes: list[FakeWorker]):
     """Regression: the worker was paused again for the update, so the router held the fleet for ever."""
     late = fakes[2]

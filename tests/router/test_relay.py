@@ -576,6 +576,21 @@ def test_74_a_rescheduled_answer_waits_for_room_and_is_recomputed_by_the_only_wo
     run(main())
 
 
+@pytest.mark.parametrize("cut", [Fault("cut_reset", at=2), Fault("withheld", at=2)], ids=["lost", "withheld"])
+def test_an_answer_that_has_begun_waits_for_a_place_at_a_full_worker(cut: Fault, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.02)
+
+    async def main() -> None:
+        full = [Fault("status", status=429)] * 8
+        one, two = Mock(first(cut, *full)), Mock(first(*full))
+        async with one, two, routing(one, two, policy="round_robin") as (_, url):
+            body = BODY | {"stream": True}
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert len(two.asked) >= 8
+
+    run(main())
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_74_an_answer_without_room_at_any_worker_is_kept_by_the_last_one(stream: bool):
     async def main() -> None:

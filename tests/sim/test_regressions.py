@@ -467,12 +467,39 @@ def test_49_a_kept_answer_is_replayed_although_the_weights_have_changed(run_plan
     assert [worker.errors for worker in world.router.router.fleet] == [0]
 
 
-# In the last nine cases, the simulation or its judge was wrong.
+def test_2_an_abort_whose_worker_is_lost_reports_the_tokens_that_the_client_received(run_plan):
+    """Another worker rendered the text. The abort reported the request as finished, or the lost worker's tokens."""
+    cut = request("a", stream=False)
+    stuck = action(0.4, "stop_engine", "server1", duration_s=4.0, which=0.0)
+    broken = action(0.7, "reset", between=["router", "server1"])
+    report, world = run_plan([cut], stuck, action(0.5, "abort", req_ids=["a"], wait=True), broken)
+    assert not report.failures
+    assert report.ends == {"api_abort": 1}
+    assert world._aborted == {"a": len(cut.reply.json()["choices"][0]["completion_token_ids"])}
+
+
+@pytest.mark.parametrize("server", ["server0", "server1"])
+def test_24_a_rolling_update_does_not_resume_a_worker_that_another_router_has_paused(run_plan, server):
+    """The update resumed every worker that it had paused, although another router had paused it since (94993566574)."""
+    requests = [request(name) for name in "ab"]
+    slow = action(0.28, "slow_network", server, duration_s=8.0, most_s=0.2)
+    pause = action(0.6, "pause_and_kill", server, 0.05, via="router1", mode="abort", whole=False, which=0.0)
+    report, _ = run_plan(requests, action(0.2, "roll"), slow, pause, profile=EngineProfile(step_s=0.05), routers=2)
+    assert not report.failures
+
+
+# In the last ten cases, the simulation or its judge was wrong.
 LATEST = {
     677900124: "an attempt that its router has superseded is not kept under its Idempotency-Key",
     677903472: "a request that moved and ended while workers were listed is not listed by both",
     677895842: "a pause may fail while a worker's answers are forged",
     677893540: "an end that a worker withheld is outdated once another worker has added tokens to a whole answer",
+    502657514713: "an abort reports the tokens that the client received, not those of a worker that lost its connection",
+    94993566574: "a rolling update does not resume a worker that another router has paused",
+    695787787445: "an answer cut by another router's rolling update waits for a worker with old weights",
+    720037830364: "an answer cut by a rolling update waits for a place at a full worker",
+    33505901910: "a rescheduled answer returns to a worker whose pause was too brief for a probe to show it",
+    130935662815: "a pause with a short timeout waits for ends that are slower than its workers' replies",
     2834731027: "an answer whose engine was lost waits for workers that another router has paused",
     3424496411: "a server that restarted with old weights generated an answer and kept it for its key",
     2196412318: "an answer whose workers all lacked the weights continues when a probe finds one ready",
@@ -488,6 +515,7 @@ LATEST = {
     7038: "a stopped worker ends a request that its router has already ended",
     749408475: "no server has weights: an update failed at one, and the other restarted with old ones",
     2196408953: "an operator's abort ends the requests of all tenants that use the id",
+    218994093759: "a worker whose engine was killed is down while another worker's answers are forged",
 }
 
 

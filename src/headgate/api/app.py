@@ -74,6 +74,8 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     sglang_ops.UPDATE_WEIGHTS_FROM_DISK: sglang.update_weights_from_disk,
     sglang_ops.INIT_WEIGHTS_UPDATE_GROUP: transfer.init_weights_update_group,
     sglang_ops.DESTROY_WEIGHTS_UPDATE_GROUP: transfer.destroy_weights_update_group,
+    sglang_ops.BEGIN_WEIGHT_UPDATE: transfer.begin_weight_update,
+    sglang_ops.END_WEIGHT_UPDATE: transfer.end_weight_update,
     sglang_ops.UPDATE_WEIGHTS_FROM_DISTRIBUTED: transfer.update_weights_from_distributed,
     sglang_ops.UPDATE_WEIGHTS_FROM_TENSOR: transfer.update_weights_from_tensor,
     sglang_ops.GET_FLUSH_CACHE: sglang.flush_cache,

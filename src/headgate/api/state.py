@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from headgate.api.accounting.ledger import Ledger
 from headgate.api.engines import Engines
+from headgate.api.weight_labels import WeightLabels
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
 from headgate.errors import RequestError
@@ -49,6 +50,7 @@ class Api:
     template: ChatTemplate | None = None
     tool_format: ToolFormat = ToolFormat.HERMES  # the syntax in which the model writes tool calls
     settings: ApiSettings = ApiSettings()
+    labels: WeightLabels = field(default_factory=WeightLabels)
     departures: Departures = field(default_factory=lambda: Departures(log))
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from headgate.contract.journal import VERSION_DIGITS
 from headgate.contract.limits import Count, Seconds
 from headgate.contract.tickets import Version
 from headgate.errors import RequestError
@@ -17,6 +18,7 @@ from headgate.protocol.command import (
     Backend,
     BroadcastSource,
     FileSource,
+    JoinGroup,
     PauseMode,
     SharedMemorySource,
     SharedStorage,
@@ -26,10 +28,13 @@ from headgate.protocol.command import (
 )
 
 LEAST_VERSION_HEADER = "x-headgate-least-version"  # a server with older weights refuses the request
+NEW_VERSION_HEADER = "x-headgate-new-version"  # the number that a router gives the weights of an update
 BOOT_HEADER = "x-headgate-boot"  # in answers to control calls: the boot id of the process that answered
 UPDATE_TIMEOUT_S = 600.0
 DRAIN_S = 30.0  # for the requests of a worker that is updated or removed
 LONG_S = 3600.0  # for a drain requested through a compatible API, which has no timeout
+
+Label = Annotated[str, Meta(max_length=1000)]
 
 # A state listed here, if any engine is in it, is reported as the state of the fleet; the first one that occurs wins.
 REPORTED_FIRST = ("quarantined", "updating", "pausing")
@@ -69,7 +74,8 @@ class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     path: Annotated[str, Meta(min_length=1)] | None = None  # a folder, a safetensors or a GGUF file on this host
     group: GroupSource | None = None
     shared: SharedSource | None = None
-    version: Version | None = None
+    version: Version | None = None  # above the current one; None: the next
+    label: Label | None = None  # the trainer's own name of the version; may repeat
     verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
     kv: Literal["recompute", "keep"] = "recompute"
 
@@ -103,6 +109,7 @@ class FleetResult(msgspec.Struct, kw_only=True):
     state: str  # running, pausing, paused, updating, quarantined, draining
     mode: str | None = None
     weight_version: Version = 0
+    weight_label: str = ""  # of that version: the trainer's label, or the number as text
     asleep: Sequence[str] = ()
     engines: list[EngineOutcome] = []
     # only for a pause
@@ -140,6 +147,17 @@ def overall(seen: set[str]) -> str:
     return "running" if "running" in seen else min(seen, default="running")
 
 
+def new_version_of(headers: Mapping[str, str]) -> int | None:
+    """The number that a router gives the weights of an update, so that all its workers use the same one."""
+    return None if (value := headers.get(NEW_VERSION_HEADER)) is None else version_in(value, NEW_VERSION_HEADER)
+
+
+def version_in(value: str, header: str) -> int:
+    if not (value.isascii() and value.isdecimal() and len(value) <= VERSION_DIGITS):
+        raise RequestError(f"must be the number of a weight version, not {value!r:.100}", param=header)
+    return int(value)
+
+
 def source_of(body: UpdateRequest) -> Source:
     if sum(source is not None for source in (body.path, body.group, body.shared)) != 1:
         raise RequestError("say where the weights are with one of path, group and shared", param="path")
@@ -164,17 +182,35 @@ class TrainerGroup(msgspec.Struct, kw_only=True):
     """The process group that a trainer forms with the engines, in the fields that vLLM and SGLang use."""
 
     master_address: str
-    master_port: int
+    master_port: int | str  # some trainers send text
     world_size: int
     rank_offset: int = 1
     backend: Backend = "gloo"
     timeout: float = 300.0
 
+    @property
+    def port(self) -> int:
+        try:
+            port = int(self.master_port)
+        except ValueError:
+            port = 0
+        if not 0 < port < 2**16:
+            raise RequestError(f"master_port must be a port, not {self.master_port!r}", param="master_port")
+        return port
+
+    def joined(self, name: str) -> JoinGroup:
+        """A group that engines join once, for many updates."""
+        place = (self.master_address.strip("[]"), self.port, self.world_size, self.rank_offset)
+        try:
+            return JoinGroup(name, *place, self.backend, self.timeout)
+        except ValueError as error:
+            raise RequestError(str(error), param="rank_offset", code="invalid_value") from None
+
     def group(self) -> BroadcastSource:
         host = f"[{self.master_address}]" if ":" in self.master_address else self.master_address
         return group_of(
             GroupSource(
-                init_method=f"tcp://{host}:{self.master_port}",
+                init_method=f"tcp://{host}:{self.port}",
                 world_size=self.world_size,
                 rank=self.rank_offset,
                 timeout=self.timeout,

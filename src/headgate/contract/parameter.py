@@ -84,6 +84,20 @@ class Characters:
         return 0 < len(value) <= self.most
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of some names."""
+
+    names: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+    def holds(self, value: Any) -> bool:
+        return value in self.names
+
+
 def are_token_ids(tokens: Iterable[int]) -> bool:
     try:
         array("I", tokens)  # the fastest way to check each element

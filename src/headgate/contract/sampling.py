@@ -21,6 +21,7 @@ from headgate.contract.parameter import (
     Api,
     Characters,
     Column,
+    OneOf,
     Range,
     SamplingParameter,
     TokenIds,
@@ -48,6 +49,8 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 FLOAT, INT = Column("float32"), Column("int32")
 
+LogprobsMode = Literal["raw", "scaled", "processed"]
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How the next token is chosen and when to stop. The defaults sample from the model as it is.
@@ -66,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
                 "responses": ("max_output_tokens",),
                 "sglang": ("max_new_tokens",),
             },
-            defaults={"completions": 16, "sglang": 128, "vllm": 16},
+            defaults={"completions": 16, "sglang": 128},
         ),
     ] = None
     temperature: Annotated[
@@ -203,6 +206,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             apis=(),
         ),
     ] = None
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        SamplingParameter(
+            summary="What log-probabilities of generated tokens are of. `raw`: the model's logits. `scaled`: after "
+            "bias, penalties, grammar and temperature. `processed`: also after `top_k`, `top_p` and `min_p`, so of the "
+            "distribution that the token was drawn from. Log-probabilities of prompts are always `raw`.",
+            rules=(OneOf(get_args(LogprobsMode)),),
+            defaults={"sglang": "scaled"},
+            column=Column("U9"),
+        ),
+    ] = "raw"
 
     def __post_init__(self) -> None:
         check(astuple(self), _CHECKS)
@@ -245,7 +259,12 @@ class TextParams(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         SamplingParameter(
             summary="Whether the text includes the stop string, or stop token, that ended it.",
-            names={"sglang": ("no_stop_trim",)},
+            # Routers written for SGLang send `no_stop_trim` with every request.
+            names={
+                "sglang": ("no_stop_trim",),
+                "chat": ("include_stop_str_in_output", "no_stop_trim"),
+                "completions": ("include_stop_str_in_output", "no_stop_trim"),
+            },
         ),
     ] = False
 

@@ -2,7 +2,8 @@
 
 An unknown field is refused by name. The fields in `Harmless` are accepted and have no effect, because common clients send
 them; every other field declared here has the effect that its name describes. Sampling parameters are declared in
-`contract.sampling`, and `accepts` adds those of an API to its body.
+`contract.sampling`, and `accepts` adds those of an API to its body; `takes_compatible` adds the fields of
+`contract.compatible`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from headgate.contract.compatible import takes_compatible
 from headgate.contract.decoding import convert
 from headgate.contract.sampling import Count, MostLogprobs, Size, TokenId, accepts
 from headgate.contract.tickets import KvTicket, Version
@@ -80,6 +82,7 @@ class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: usage in every chunk, as in vLLM
     include_obfuscation: bool | None = None  # ignored
 
 
@@ -89,6 +92,7 @@ class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
 
     stream_options: StreamOptions | None = None
     response_format: Object | None = None
+    return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as `token_id:123`, as in vLLM
 
 
 # ---------------------------------------------------------------------------------------------------------------- chat
@@ -127,6 +131,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     function_call: None = None
 
 
+@takes_compatible("chat")
 @accepts("chat")
 class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -146,6 +151,7 @@ class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 
 
+@takes_compatible("completions")
 @accepts("completions")
 class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[Any]  # text, texts, token ids, or lists of them; see `prompts_of`
@@ -187,6 +193,7 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: Any = None  # ignored
 
 
+@takes_compatible("responses")
 @accepts("responses")
 class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1)]

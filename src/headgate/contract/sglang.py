@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from headgate.contract.control import TrainerGroup
+from headgate.contract.compatible import takes_compatible
+from headgate.contract.control import Label, TrainerGroup
 from headgate.contract.sampling import MostLogprobs
 from headgate.contract.schema import Name, ResumeState
 from headgate.protocol.command import Backend, PauseMode
@@ -17,8 +18,16 @@ class InitGroup(TrainerGroup, kw_only=True):
     backend: Backend = "nccl"
 
 
+class GroupBody(msgspec.Struct, kw_only=True):
+    group_name: str = "weight_update_group"
+
+
+class BeginUpdate(msgspec.Struct, kw_only=True):
+    selector: Literal["target", "all"] = "all"
+
+
 class FromDistributed(msgspec.Struct, kw_only=True):
-    """The list of tensors is informative: the transfer itself repeats and verifies it."""
+    """With our own transfer (the group `headgate`) the list of tensors is informative: the transfer repeats it."""
 
     names: list[str] = []
     dtypes: list[str] = []
@@ -26,25 +35,27 @@ class FromDistributed(msgspec.Struct, kw_only=True):
     group_name: str = "weight_update_group"
     flush_cache: bool = True
     abort_all_requests: bool = False
-    weight_version: str | None = None
+    weight_version: Label | None = None
+    load_format: str | None = None
 
 
 class FromTensor(msgspec.Struct, kw_only=True):
     serialized_named_tensors: list[Any] = []
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
-    """SGLang's clients send more fields than these; like SGLang, we ignore those that do not affect the answer."""
+@takes_compatible("sglang")
+class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Lists of ids and of sampling parameters have one entry per prompt."""
 
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
-    sampling_params: dict[str, Any] | None = None
-    rid: Name | None = None
-    stream: bool = False
-    return_logprob: bool = False
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: Name | list[Name] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: MostLogprobs | None = None
-    return_text_in_logprobs: bool = False
+    return_text_in_logprobs: bool | None = None
     priority: int | None = None
     resume: ResumeState | None = None  # our extension, as in every generation body
 
@@ -64,7 +75,7 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "freeze", "retract"
 class FromDisk(msgspec.Struct, kw_only=True):
     model_path: str
     abort_all_requests: bool = False
-    weight_version: str | None = None
+    weight_version: Label | None = None
     flush_cache: bool = True
 
 

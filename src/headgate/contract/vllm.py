@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from headgate.contract.control import SharedSource, TrainerGroup
+from headgate.contract.compatible import takes_compatible
+from headgate.contract.control import Label, SharedSource, TrainerGroup
 from headgate.contract.sampling import TokenId
-from headgate.contract.schema import ResumeState
+from headgate.contract.schema import ResumeState, StreamOptions
 from headgate.errors import RequestError
 from headgate.protocol.command import PauseMode
 
@@ -24,7 +25,7 @@ class UpdateTransfer(msgspec.Struct, kw_only=True):
 
 
 class FinishTransfer(msgspec.Struct, kw_only=True):
-    weight_version: str | None = None
+    weight_version: Label | None = None
 
 
 class VllmTrainerGroup(TrainerGroup, kw_only=True):
@@ -40,7 +41,8 @@ class Parameters(msgspec.Struct, kw_only=True):
     shapes: list[list[int]] = []
     path: str | None = None
     shared: SharedSource | None = None
-    version: int | None = None
+    version: int | None = None  # above the current one; None: the next
+    weight_version: Label | None = None
 
 
 MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freeze"}
@@ -61,14 +63,17 @@ def flag(query: Mapping[str, str], name: str, *, default: bool) -> bool:
     return default if value is None else value.lower() in ("true", "1", "yes", "on")
 
 
-class TokensRequest(msgspec.Struct, kw_only=True):
+@takes_compatible("vllm")
+class TokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Token ids in, token ids out."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling_params: dict[str, Any] = {}
     model: str | None = None
     request_id: str | None = None
-    stream: bool = False
-    priority: int = 0
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None  # also the ids of the prompt
+    priority: int | None = None
     cache_salt: str | None = None
     resume: ResumeState | None = None  # our extension, as in every generation body

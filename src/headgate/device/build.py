@@ -23,13 +23,14 @@ from headgate.device.sampling.grammar import Grammars, read_vocabulary
 from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor
 from headgate.device.tensor_parallel.followers import Followers, FollowerStart
 from headgate.device.tensor_parallel.parallelism import Parallelism, WantedWeights, join_ranks, start_ranks
-from headgate.device.weights.loading import Loadable, load_weights
+from headgate.device.weights.loading import Loadable, WeightSource, load_weights
 from headgate.device.weights.resources import ModelResources, Open, Origin, open_source, origin_of
+from headgate.device.weights.wires import WeightWires
 from headgate.errors import BrokenCheckpoint, ModelError, OutOfMemory, RequestError
 from headgate.layers.backend import KV, Fp8
 from headgate.model_store.gguf import hub_config, read_gguf
 from headgate.models import Config, ModelSpec, Network, build_model, read_spec, refuse_uneven, spec_of
-from headgate.protocol.command import FileSource
+from headgate.protocol.command import FileSource, Source, StagedSource
 from headgate.text.tokenizer import load_tokenizer
 from headgate.transfer.transport import BlockMemory
 
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 class Device:
     executor: Executor
     resources: ModelResources
+    wires: WeightWires | None  # None if there are several ranks
     followers: Followers | None  # None if this is the only rank
     blocks: BlockMemory
     version: int  # version of the weights
@@ -101,9 +103,13 @@ def build_rank_zero(
     sizes = KvSizes(num_blocks, max_context, max_batch_tokens)
     runner = build_runner(loaded, config, sizes, parallelism, grammars.result())
     executor = parallelism.executor(runner, sizes)
+    wires = open_wires(model, parallelism)
     return Device(
         executor=executor,
-        resources=ModelResources(executor, loaded.origin, parallelism.open),
+        resources=ModelResources(
+            executor, loaded.origin, parallelism.open if wires is None else opening(wires, parallelism)
+        ),
+        wires=wires,
         followers=parallelism.followers,
         blocks=block_memory(runner.kv, model.backend, fingerprint(weight_files(path))),
         version=loaded.version,
@@ -117,6 +123,19 @@ def build_rank_zero(
         run_ahead=config.run_ahead or (GPU_RUN_AHEAD if on_gpu else CPU_RUN_AHEAD),
         takes_grammars=grammars.result() is not None,
     )
+
+
+def open_wires(model: Network, parallelism: Parallelism) -> WeightWires | None:
+    if parallelism.ranks.size > 1:
+        return None  # a trainer could reach only this rank
+    return WeightWires({name: parameter.shape for name, parameter in model.parameters()}, parallelism.device)
+
+
+def opening(wires: WeightWires, parallelism: Parallelism) -> Open:
+    def open(source: Source) -> WeightSource:
+        return wires.open(source) if isinstance(source, StagedSource) else parallelism.open(source)
+
+    return open
 
 
 def build_follower(start: FollowerStart, receive_sizes: Callable[[], KvSizes]) -> RankExecutor:

@@ -20,7 +20,7 @@ from headgate.device.inputs import Inputs, Layout
 from headgate.device.rows import Ints, Rows, to_device
 from headgate.device.sampling.draw import Draw, draw
 from headgate.device.sampling.grammar import Grammars
-from headgate.device.sampling.logprobs import chunks, score
+from headgate.device.sampling.logprobs import Scored, Scores, chunks, score
 from headgate.device.sampling.sampler import Sampler
 from headgate.layers.backend import KV
 from headgate.models.network import Model
@@ -40,7 +40,7 @@ class Launched:
 
     step: int
     tokens: torch.Tensor  # on the host
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    scored: list[Scored] = field(default_factory=list)  # of tokens, by index; on the host
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = field(default_factory=dict)
     # takes the sampled tokens and returns the indices that must not be used
     find_rejected: Callable[[list[int]], tuple[int, ...]] = accept_all
@@ -50,7 +50,8 @@ class Launched:
         if self.landed is not None:
             self.landed.synchronize()
         tokens = self.tokens.tolist()
-        return StepResult(self.step, tokens, self.logprobs, self.prompt_logprobs, self.find_rejected(tokens))
+        logprobs = dict(entry for scored in self.scored for entry in scored.read())
+        return StepResult(self.step, tokens, logprobs, self.prompt_logprobs, self.find_rejected(tokens))
 
 
 class ModelRunner:
@@ -96,26 +97,26 @@ class ModelRunner:
         layout = self._inputs.lay_out(plan)
         hidden = self.model(self._inputs.gather(layout), self.kv)
         prompt_logprobs = self._score_prompts(layout, hidden)
-        tokens, logprobs = self._sample(layout, hidden)
+        tokens, scored = self._sample(layout, hidden)
         sampled = layout.rows[layout.sampling]
-        return self._launched(plan.step, sampled, tokens, logprobs, prompt_logprobs)
+        return self._launched(plan.step, sampled, tokens, scored, prompt_logprobs)
 
     def _replayed(self, plan: StepPlan, done: Captured) -> Launched:
         """Complete a replayed step with the changes to logits that a graph does not support."""
         sampling = np.flatnonzero(plan.samples)
         rows = np.array(plan.rows, dtype=np.int64)[sampling]
         positions = (np.array(plan.starts, dtype=np.int64) + plan.counts)[sampling]
-        tokens, logprobs = picked(done.tokens, sampling, len(plan.rows)), dict[int, Logprobs]()
+        tokens, scored = picked(done.tokens, sampling, len(plan.rows)), list[Scored]()
         if self._sampler.adjusts(rows, positions) or np.any(self.rows.sampling["logprobs"][rows] >= 0):
-            tokens, logprobs = self._choose(picked(done.logits, sampling, len(plan.rows)), rows, positions)
-        return self._launched(plan.step, rows, tokens, logprobs, {})
+            tokens, scored = self._choose(picked(done.logits, sampling, len(plan.rows)), rows, positions)
+        return self._launched(plan.step, rows, tokens, scored, {})
 
     def _launched(
         self,
         step: int,
         rows: Ints,
         tokens: torch.Tensor,
-        logprobs: dict[int, Logprobs],
+        scored: list[Scored],
         prompt_logprobs: dict[int, tuple[Logprobs, ...]],
     ) -> Launched:
         find_rejected = accept_all if self._grammars is None else partial(self._grammars.advance, rows)
@@ -124,26 +125,23 @@ class ModelRunner:
             # The waiting thread must not spin, which would slow down the launching thread.
             landed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             tokens = tokens.to("cpu", non_blocking=True)
+            scored = [each.to_host() for each in scored]
             landed.record()
-        return Launched(step, tokens, logprobs, prompt_logprobs, find_rejected, landed)
+        return Launched(step, tokens, scored, prompt_logprobs, find_rejected, landed)
 
-    def _sample(self, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[int, Logprobs]]:
+    def _sample(self, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, list[Scored]]:
         """Sample a token for each slice that samples. Returns the tokens and the requested log-probabilities."""
         if not layout.sampling.size:
-            return torch.empty(0, dtype=torch.int64), {}
+            return torch.empty(0, dtype=torch.int64), []
         rows, positions = layout.rows[layout.sampling], layout.ends[layout.sampling]
         return self._choose(self._last_logits(layout, hidden), rows, positions)
 
-    def _choose(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> tuple[torch.Tensor, dict[int, Logprobs]]:
-        wanted = self.rows.sampling["logprobs"][rows]
-        scored = np.flatnonzero(wanted >= 0)
-        # Before sampling, which overwrites the logits.
-        logprobs = [logits[i].log_softmax(-1) for i in scored]
-        tokens = self._sampler.sample(logits, rows, positions)
+    def _choose(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> tuple[torch.Tensor, list[Scored]]:
+        records = self.rows.sampling[rows]
+        scores = Scores(records) if np.any(records["logprobs"] >= 0) else None
+        tokens = self._sampler.sample(logits, rows, positions, scores)
         self.rows.write_tokens(rows, positions, tokens)
-        return tokens, {
-            int(i): score(row, int(tokens[i]), int(wanted[i])) for i, row in zip(scored, logprobs, strict=True)
-        }
+        return tokens, [] if scores is None else scores.of(tokens)
 
     def _last_logits(self, layout: Layout, hidden: torch.Tensor) -> torch.Tensor:
         last = layout.query_starts[1:][layout.sampling] - 1
@@ -166,13 +164,13 @@ class ModelRunner:
         row, start, first = int(layout.rows[s]), int(layout.starts[s]), int(layout.query_starts[s])
         record = self.rows.sampling[row]
         end = min(int(layout.ends[s]) + 1, int(record["prompt_len"]))
-        tokens = self.rows.tokens[row, start + 1 : end].tolist()
-        hidden = hidden[first : first + len(tokens)]
+        tokens = self.rows.tokens[row, start + 1 : end].long()
+        hidden, top = hidden[first : first + len(tokens)], int(record["prompt_logprobs"])
         scores: list[Logprobs] = []
         for run in chunks(len(tokens), self.rows.vocab_size):
-            logprobs = self.model.logits(hidden[run]).log_softmax(-1)
-            top = int(record["prompt_logprobs"])
-            scores += [score(row, token, top) for row, token in zip(logprobs, tokens[run], strict=True)]
+            logprobs, places = self.model.logits(hidden[run]).log_softmax(-1), np.arange(run.stop - run.start)
+            scored = score(logprobs, tokens[run], np.full_like(places, top), places, ranked=True)
+            scores += [entry for _, entry in scored.read()]
         return tuple(scores)
 
 

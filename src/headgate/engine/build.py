@@ -36,6 +36,7 @@ class Engine:
 
     def close(self) -> None:
         self.loop.close()
+        self.loop.control.collecting.close()
         self.transport.close()
         self.executor.close()
 
@@ -63,6 +64,7 @@ def build_engine(
         device.executor,
         send,
         resources=device.resources,
+        wires=device.wires,
         transport=transport,
         recorder=StepRecorder(None if config.crash_folder is None else Path(config.crash_folder)),
         run_ahead=device.run_ahead,

@@ -23,14 +23,19 @@ from typing import Protocol
 from headgate.core.scheduler import Flow, Scheduler
 from headgate.core.sequence import Sequence
 from headgate.device.weights.file_stamps import Stamps, stamps
+from headgate.engine.collecting import Collecting, Wires
 from headgate.errors import HalfWritten, ModelError, OutOfMemory, RequestError, SourceLost, Unavailable
 from headgate.protocol.command import (
+    CollectWeights,
     Command,
     Denied,
+    DiscardWeights,
     EngineState,
     FileSource,
     Flush,
     Flushed,
+    JoinGroup,
+    LeaveGroup,
     ListSequences,
     Pause,
     PauseMode,
@@ -40,6 +45,7 @@ from headgate.protocol.command import (
     SequenceStatus,
     Sleep,
     Source,
+    StagedSource,
     State,
     Stop,
     Tag,
@@ -84,6 +90,7 @@ class Control:
         scheduler: Scheduler,
         *,
         resources: DeviceResources,
+        wires: Wires | None = None,
         settle_transfers: Callable[[], Future[None]],
         send_outputs: Callable[[], None],
         wake: Callable[[], None],
@@ -103,6 +110,7 @@ class Control:
             tuple[ControlJob, Result]
         ] = []  # completed by `start`; answered only after outputs have been sent
         self._deadlines: dict[int, float] = {}  # of waiting commands, by the id of their wait
+        self.collecting = Collecting(wires, now_s=lambda: scheduler.now_s, until=self._until, wake=wake)
 
     def refuse_if_held(self, *, accepted: bool) -> None:
         """Raise for a new request unless the pause queues it, and for an accepted one if the pause ends those."""
@@ -115,7 +123,7 @@ class Control:
 
     @property
     def next_deadline_s(self) -> float:
-        return min(self._deadlines.values(), default=float("inf"))
+        return min(self.collecting.deadline_s, *self._deadlines.values(), float("inf"))
 
     # -- running commands -------------------------------------------------------
 
@@ -130,6 +138,7 @@ class Control:
     def advance(self) -> Iterator[tuple[ControlJob, Result]]:
         """Advance every command once; yields those whose postcondition now holds."""
         self._settle()
+        self.collecting.expire()
         done, self._done = self._done, []
         yield from done
         for job in list(self._jobs):
@@ -161,6 +170,8 @@ class Control:
                 return Flushed(self._scheduler.pool.flush())
             case ListSequences():
                 return SequenceList(self.list_sequences())
+            case JoinGroup() | LeaveGroup() | CollectWeights() | DiscardWeights():
+                return self.collecting.run(command)
 
     def _until(self, holds: Callable[[], bool], deadline_s: float) -> Generator[None, None, bool]:
         """Yield until `holds()` or the deadline; returns whether it holds."""
@@ -252,10 +263,20 @@ class Control:
             # Cache keys depend on the version: under a reused number, KV of other weights could be found.
             message = f"version {update.version} is not above {current}; give new weights a new number"
             raise RequestError(message, param="version", code="stale_version")
+        if isinstance(update.source, StagedSource):
+            self._refuse_unless_based_on(update.source)
         yield from self._until_loaded(lambda: self._resources.load_weights(update.source))
         self._change_weights(update)
+        self.collecting.loaded()
         self._last_update = given
         return self._engine_state(began_s)
+
+    def _refuse_unless_based_on(self, source: StagedSource) -> None:
+        self.collecting.refuse_unless_collected()
+        if source.base is not None and source.base != self._scheduler.version:
+            message = f"the changes apply to version {source.base}, and the weights have {self._scheduler.version}"
+            self.collecting.drop(message)
+            raise _conflict(f"{message}; the weights are unchanged", code="wrong_base")
 
     def _until_loaded(self, load: Callable[[], Future[None]]) -> Generator[None, None, None]:
         """Yield until new weights are in place. A failure leaves the old ones, or a quarantined engine."""

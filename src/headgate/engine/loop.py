@@ -21,6 +21,7 @@ import msgspec
 
 from headgate.core.leases import Filled, Granted, Withdrawn
 from headgate.core.scheduler import Scheduler
+from headgate.engine.collecting import Wires
 from headgate.engine.control import Control, DeviceResources
 from headgate.engine.evidence import StepRecorder
 from headgate.engine.outputs import split_by_client
@@ -56,6 +57,7 @@ class EngineLoop:
         send: Callable[[int, StepOutputs | CommandAnswer], None],
         *,
         resources: DeviceResources,
+        wires: Wires | None = None,
         transport: Transport | None = None,
         recorder: StepRecorder | None = None,
         run_ahead: int = 1,
@@ -77,6 +79,7 @@ class EngineLoop:
         self.control = Control(
             scheduler,
             resources=resources,
+            wires=wires,
             settle_transfers=self._settle_transfers,
             send_outputs=self._send_outputs,
             wake=self.wake,

@@ -36,6 +36,7 @@ from headgate.protocol.command import (
     Denied,
     EngineState,
     FileSource,
+    JoinGroup,
     Pause,
     Result,
     Resume,
@@ -338,7 +339,12 @@ def finds_accepted(pause: Pause, before: Pause | Resume | None) -> bool:
 
 
 def _addressed(command: Command, replica: Replica) -> Command:
-    """`command` for this replica: in a broadcast group, each engine has its own rank."""
+    """`command` for this replica: in a trainer's group, each engine has its own rank."""
+    if isinstance(command, JoinGroup):
+        try:
+            return msgspec.structs.replace(command, rank=command.rank + replica.index)
+        except ValueError as error:
+            raise RequestError(f"the group is too small for all engines: {error}", param="world_size") from error
     if not isinstance(command, UpdateWeights) or not isinstance(command.source, BroadcastSource):
         return command
     try:

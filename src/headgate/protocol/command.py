@@ -107,7 +107,73 @@ class SharedMemorySource(msgspec.Struct, frozen=True, array_like=True, tag="shar
     tensors: tuple[SharedTensor, ...]
 
 
-Source = FileSource | BroadcastSource | SharedMemorySource
+class StagedSource(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
+    """The parts that `CollectWeights` has collected. With `base`, the other tensors stay as they are in that version."""
+
+    base: int | None = None
+    checksum: dict[str, str] | None = None  # SHA-256 in hex by tensor name
+
+
+Source = FileSource | BroadcastSource | SharedMemorySource | StagedSource
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class GroupPart(msgspec.Struct, frozen=True, array_like=True, tag="group_part"):
+    """Tensors that a trainer broadcasts to a group that this engine has joined."""
+
+    group: str
+    tensors: tuple[TensorSpec, ...]
+    packed_bytes: int | None = None  # None: a broadcast per tensor. n: buffers that end where their sum passes n
+
+
+Part = GroupPart | SharedMemorySource
+
+
+class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag="join_group"):
+    """Join a trainer's process group, and stay in it. The trainer is rank 0 and hosts the store."""
+
+    name: str
+    host: str
+    port: int
+    world_size: int
+    rank: int  # of this engine; for several engines behind one address, of the first one
+    backend: Backend = "nccl"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank {self.rank} is not an engine's rank in a group of {self.world_size}; 0 is the trainer"
+            )
+        if not self.timeout_s > 0:
+            raise ValueError("timeout must be above 0")
+
+
+class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag="leave_group"):
+    name: str
+
+
+class CollectWeights(msgspec.Struct, frozen=True, array_like=True, tag="collect"):
+    """Receive a part of an update beside the weights that serve. `UpdateWeights(StagedSource())` makes all parts visible.
+
+    Parts that are neither used nor followed by another part within `idle_s` are dropped.
+    """
+
+    part: Part
+    anew: bool = False  # a tensor that has arrived before begins another update
+    timeout_s: float = 300.0
+    idle_s: float = 600.0
+
+
+class DiscardWeights(msgspec.Struct, frozen=True, array_like=True, tag="discard"):
+    """Drop the collected parts."""
+
+    reason: str = ""
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
@@ -138,7 +204,20 @@ class ListSequences(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """List the live sequences, as one consistent snapshot."""
 
 
-Command = Stop | Pause | Resume | UpdateWeights | Flush | ListSequences | Sleep | Wake
+Command = (
+    Stop
+    | Pause
+    | Resume
+    | UpdateWeights
+    | Flush
+    | ListSequences
+    | Sleep
+    | Wake
+    | JoinGroup
+    | LeaveGroup
+    | CollectWeights
+    | DiscardWeights
+)
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
@@ -157,6 +236,15 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag="state"):
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
     blocks: int
+
+
+class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
+    """The parts of an update that an engine holds."""
+
+    tensors: int = 0
+    missing: int = 0
+    first_missing: str = ""
+    on: str = ""  # the device whose memory holds them
 
 
 class SequenceStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -181,4 +269,4 @@ class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
     message: str
 
 
-Result = EngineState | Flushed | SequenceList | Denied
+Result = EngineState | Flushed | SequenceList | Denied | Collected

@@ -53,6 +53,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     token: float
     top_ids: tuple[int, ...] = ()
     top: tuple[float, ...] = ()
+    rank: int = 0  # of the token itself, 1 for the most likely one; set for tokens of a prompt
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -57,8 +57,10 @@ JOURNALLED = frozenset(
     ("/v1/chat/completions", "/v1/completions")
 )  # headgate workers send keep-alives while they compute these
 KEEP_ALIVE_S = 10.0
+SESSION_HEADERS = (b"x-session-id", b"x-smg-routing-key", b"x-routing-key")  # the first one given counts
 REFRESH_INTERVAL_S = 0.1  # least time between two rounds of probes for requests that would be refused as paused
-AWAITED = ("starting", "stopping", "down", "outdated", "ready")  # states of workers that are worth waiting for
+RETURNING = ("starting", "stopping", "down", "outdated")  # states that workers leave without a caller's resume
+AWAITED = (*RETURNING, "ready")  # states of workers that are worth waiting for
 
 Key = tuple[str, str, int]  # tenant, id, and the number of a retry that attaches to the running request; otherwise 0
 
@@ -136,8 +138,8 @@ class Router:
     def _relay(self, client: Downstream, request: HttpRequest, path: str, tenant: str) -> Answering:
         if self.draining:
             raise Unavailable("the router is shutting down", code="shutting_down")
-        session = request.header(b"x-session-id") or request.header(b"x-routing-key")
-        session_id = session.decode("latin-1") if session else None
+        named = (request.header(name) for name in SESSION_HEADERS)
+        session_id = next((session.decode("latin-1") for session in named if session), None)
         info = read_request_info(path, request.body, session=session_id, tenant=tenant, peek=self._peek)
         exchange = Exchange(self, client, request, info, tenant)
         self._register(exchange)
@@ -258,7 +260,7 @@ class Router:
         if retry_state.last is not None and not (retry_state.may_return or was_kept_out(exchange, retry_state)):
             # A partial answer is worth waiting for: another worker may return soon.
             others = (worker for worker in self.fleet if worker not in retry_state.excluded)
-            return retry_state.was_cut and any(worker.state in ("starting", "stopping", "down") for worker in others)
+            return retry_state.was_cut and any(worker.state in RETURNING for worker in others)
         # A request whose worker was lost has no refusal to report, so it also waits for paused workers. So does one that
         # waited through a pause: the worker has been resumed, and a probe is about to show it.
         awaited = (*AWAITED, "paused") if retry_state.was_lost or exchange.kept else AWAITED

@@ -69,6 +69,8 @@ _MARKUP = {
     ),
 }
 _BLANKS = " \t\r\n"
+# Of an answer whose calls a grammar demands: a weak model that always begins another call would never end.
+MOST_CALLS = 16
 
 
 def format_of(template: str | None) -> ToolFormat:
@@ -96,10 +98,10 @@ class Tool:
 
 
 def call_rules(format: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Grammar rules in which `calls` is one call of one of `tools`, or one or more with `parallel`."""
+    """Grammar rules in which `calls` is one call of one of `tools`, or up to `MOST_CALLS` with `parallel`."""
     markup = format.markup
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
-    more = f" ({literal(markup.between)} call)*" if parallel and markup.between else ""
+    more = f" ({literal(markup.between)} call){{0,{MOST_CALLS - 1}}}" if parallel and markup.between else ""
     rules = [f"calls: {_maybe(markup.before)} call{more} {_maybe(markup.after)}", f"call: {one}"]
     for i, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool.name)}, "{markup.arguments}": '

@@ -17,24 +17,27 @@ from starlette.responses import Response
 
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
-from headgate.api.generate.generation import ChoiceJob, Piece
+from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import chat_logprobs
 from headgate.api.generate.prompts import text_prompt
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
-from headgate.api.generate.wire import encode, error_event
+from headgate.api.generate.usage import usage_of, usage_so_far
+from headgate.api.generate.wire import error_event, usage_asked, usage_in_chunks
 from headgate.api.host import host_of
 from headgate.api.state import Api, api_of
-from headgate.contract.answers import ChatLogprobs
+from headgate.contract.answers import ChatLogprobs, Usage
+from headgate.contract.compatible import check_compatible, check_sampling_field
 from headgate.contract.decoding import convert
+from headgate.contract.event_json import encode
 from headgate.contract.orders import Order
-from headgate.contract.sampling import SAMPLING, VLLM_TO_COMPLETIONS, TextParams, sampling_given, text_params
+from headgate.contract.sampling import VLLM_TO_COMPLETIONS, TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest
 from headgate.contract.vllm import TokensRequest, flag, mode_of
 from headgate.edge.responses import json_response
 from headgate.edge.sse import DONE
-from headgate.errors import HeadgateError, RequestError
+from headgate.errors import HeadgateError
 from headgate.protocol.command import TAGS, Tag
 
 
@@ -103,23 +106,17 @@ class TokensChoice(msgspec.Struct, kw_only=True):
 class TokensResponse(msgspec.Struct, kw_only=True):
     request_id: str
     choices: list[TokensChoice]
-
-
-WITHOUT_EFFECT = (
-    "detokenize",
-    "output_kind",
-    "spaces_between_special_tokens",
-    "extra_args",
-    "truncate_prompt_tokens",
-)
+    usage: Usage | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 async def generate(request: Request) -> Response:
     asked = await read_body(request, TokensRequest)
+    check_compatible(asked, "vllm")
     body, api = _completion(asked), api_of(request)
     text = text_params(body, "completions")
     check_choices(text.n, api.settings.max_choices)
-    return exchange(request, body, "tokens", text.n, partial(_prepare, api, body, text))
+    return exchange(request, body, "tokens", text.n, partial(_prepare, api, asked, body, text))
 
 
 def _completion(asked: TokensRequest) -> CompletionRequest:
@@ -129,42 +126,67 @@ def _completion(asked: TokensRequest) -> CompletionRequest:
     for name, value in asked.sampling_params.items():
         if name in VLLM_TO_COMPLETIONS:
             fields[VLLM_TO_COMPLETIONS[name]] = value
-        elif name not in WITHOUT_EFFECT and value is not None:
-            raise RequestError(f"{name} is not supported; leave it out", param=f"sampling_params.{name}")
+        else:
+            check_sampling_field("vllm", name, value)
     body: CompletionRequest = convert(fields, CompletionRequest, "sampling_params")
     return body
 
 
 async def _prepare(
-    api: Api, body: CompletionRequest, text: TextParams, context: RequestContext
+    api: Api, asked: TokensRequest, body: CompletionRequest, text: TextParams, context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    default = {"max_tokens": SAMPLING["max_tokens"].defaults["vllm"]}
-    sampling = sampling_params(default | sampling_given(body, "completions"))
+    sampling = sampling_params(sampling_given(body, "completions"))
     assert isinstance(body.prompt, list)
     prompt = await text_prompt(api, body.prompt, context.share)
-    return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, context)
+    return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, asked, text.n, context)
 
 
 class VllmTokensFormat:
-    def __init__(self, api: Api, context: RequestContext) -> None:
-        self._api, self._context = api, context
+    def __init__(self, api: Api, asked: TokensRequest, n: int, context: RequestContext) -> None:
+        self._api, self._asked, self._n, self._context = api, asked, n, context
+        self._counts: dict[int, int] = {}  # tokens so far, by choice
+        self._finishes: dict[int, Finish] = {}
 
     def event(self, job: ChoiceJob, piece: Piece) -> bytes:
         if not piece.tokens and piece.finish is None:
             return b""
-        return b"data: " + encode(self._response([self._choice(job, piece)])) + b"\n\n"
+        chunk = self._response([self._choice(job, piece)])
+        if self._asked.return_token_ids and job.index not in self._counts:
+            chunk.prompt_token_ids = job.request.prompt
+        self.prime(job, piece)
+        if usage_in_chunks(self._asked.stream_options):
+            chunk.usage = usage_so_far(job, piece, self._counts[job.index])
+        return _event(chunk)
 
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
-        """Nothing to do: events do not depend on earlier ones."""
+        self._counts[job.index] = self._counts.get(job.index, 0) + len(piece.tokens)
+        self._note(job, piece)
 
     def closing(self) -> bytes:
-        return DONE
+        if not usage_asked(self._asked.stream_options):
+            return DONE
+        last = self._response([])
+        last.usage = self._usage()
+        return _event(last) + DONE
 
     def failure(self, error: HeadgateError) -> bytes:
         return error_event(error)
 
     def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
-        return encode(self._response([self._choice(job, answer) for job, answer in zip(jobs, answers, strict=True)]))
+        answer = self._response([self._choice(*each) for each in zip(jobs, answers, strict=True)])
+        for job, piece in zip(jobs, answers, strict=True):
+            self._note(job, piece)
+        answer.usage = self._usage()
+        if self._asked.return_token_ids:
+            answer.prompt_token_ids = jobs[0].request.prompt
+        return encode(answer)
+
+    def _note(self, job: ChoiceJob, piece: Piece) -> None:
+        if piece.finish is not None:
+            self._finishes[job.index] = piece.finish
+
+    def _usage(self) -> Usage:
+        return usage_of([finish for _, finish in sorted(self._finishes.items())], self._n)
 
     def _response(self, choices: list[TokensChoice]) -> TokensResponse:
         return TokensResponse(request_id=self._context.request_id, choices=choices)
@@ -178,3 +200,7 @@ class VllmTokensFormat:
             logprobs=chat_logprobs(self._api.tokenizer, piece.tokens, piece.logprobs) if scored else None,
             cause=piece.finish.cause if piece.finish else UNSET,
         )
+
+
+def _event(chunk: TokensResponse) -> bytes:
+    return b"data: " + encode(chunk) + b"\n\n"

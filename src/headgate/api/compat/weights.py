@@ -1,9 +1,9 @@
-"""Weight transfer with vLLM's and SGLang's calls, for a trainer that sends with `headgate.weights`.
+"""Weight transfer with vLLM's and SGLang's calls.
 
-In both projects, a trainer first sets up a process group and then requests updates. We accept their HTTP calls, but not
-their transfer protocols: vLLM's trainer sends its NCCL id pickled, and SGLang's sends a model in parts, each of which is
-written at once. A trainer must therefore declare our protocol (`transport`, or the group's name, is `headgate`); any other
-is refused before it waits for the engines. Pickled data is never read.
+SGLang's trainers form a process group with the engines and send a model in parts, which are collected
+(`collecting.py`). vLLM's trainer sends its NCCL id pickled, and pickled data is never read: a trainer must declare our
+protocol instead (`transport` is `headgate`), and any other is refused before it waits for the engines. The SGLang group
+with the name `headgate` uses our protocol too.
 """
 
 from __future__ import annotations
@@ -12,15 +12,25 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.compat.collecting import WeightCollection
 from headgate.api.control.lifecycle import Controls, controls_of, followed, pause_of
-from headgate.contract.control import FleetResult
+from headgate.contract.control import FleetResult, new_version_of
 from headgate.contract.decoding import convert
-from headgate.contract.sglang import FromDistributed, FromTensor, InitGroup
+from headgate.contract.sglang import BeginUpdate, FromDistributed, FromTensor, GroupBody, InitGroup
 from headgate.contract.vllm import FinishTransfer, InitTransfer, Parameters, UpdateTransfer, VllmTrainerGroup
 from headgate.edge.reading import read_control
 from headgate.edge.responses import json_response
 from headgate.errors import HeadgateError, RequestError, Unavailable
-from headgate.protocol.command import BroadcastSource, FileSource, PauseMode, SharedMemorySource, Source
+from headgate.protocol.command import (
+    BroadcastSource,
+    FileSource,
+    GroupPart,
+    PauseMode,
+    SharedMemorySource,
+    Source,
+    StagedSource,
+    TensorSpec,
+)
 
 OURS = "headgate"
 INSTEAD = "send weights as headgate.weights does, or call /v1/update_weights with a path"
@@ -32,6 +42,8 @@ class Transfers:
     def __init__(self) -> None:
         self.group: BroadcastSource | None = None
         self.holding = False  # a started update has paused the engines, and its end resumes them
+        self.begun_at: int | None = None  # the version when an update was started
+        self.collection = WeightCollection()
 
     @property
     def arranged(self) -> BroadcastSource:
@@ -50,14 +62,20 @@ def refuse(why: str, param: str) -> RequestError:
 
 
 async def update_held(
-    controls: Controls, source: Source, version: int | None, *, abort: bool = False, recompute: bool = True
+    controls: Controls,
+    source: Source,
+    version: int | None = None,
+    *,
+    label: str | None = None,
+    abort: bool = False,
+    recompute: bool = True,
 ) -> FleetResult:
     """Update engines that may be running, and restore their state afterwards."""
     paused = (await controls.status()).is_paused
     if not paused:
         await _hold(controls, "abort" if abort else "freeze")
     try:
-        return followed(await controls.update(source, version, recompute=recompute))
+        return followed(await controls.update(source, version, label=label, recompute=recompute))
     finally:
         if not paused and (await controls.status()).state == "paused":
             await controls.resume()
@@ -72,13 +90,6 @@ async def _hold(controls: Controls, mode: PauseMode) -> None:
         raise
 
 
-def number_of(version: str | None, param: str = "weight_version") -> int | None:
-    try:
-        return None if version is None else int(version)
-    except ValueError:
-        raise RequestError(f"{param} must be a number, written as text", param=param) from None
-
-
 # ------------------------------------------------------------------------------------------------------------- SGLang
 
 
@@ -91,28 +102,114 @@ class Outcome(msgspec.Struct, kw_only=True):
 async def init_weights_update_group(request: Request) -> Response:
     body = await read_control(request, InitGroup)
     if body.group_name != OURS:
-        raise refuse("SGLang's own protocol sends a model in parts, each written at once", "group_name")
+        return await _joined(request, body)
     transfers_of(request).group = body.group()
     return json_response(Outcome(success=True, message="Succeeded to arrange a group; it is joined for each update."))
 
 
+async def _joined(request: Request, body: InitGroup) -> Response:
+    try:
+        await transfers_of(request).collection.join(controls_of(request), body.joined(body.group_name))
+    except HeadgateError as error:
+        return _failed(error)
+    return json_response(Outcome(success=True, message="Succeeded to initialize custom process group."))
+
+
+def _failed(error: HeadgateError) -> Response:
+    """SGLang answers every failure of a weight update with this body and 400."""
+    return json_response(Outcome(success=False, message=str(error)), 400)
+
+
 async def destroy_weights_update_group(request: Request) -> Response:
-    transfers_of(request).group = None
-    return json_response(Outcome(success=True, message="Succeeded to forget the group."))
+    body = await read_control(request, GroupBody) if await request.body() else GroupBody(group_name=OURS)
+    if body.group_name == OURS:
+        transfers_of(request).group = None
+        return json_response(Outcome(success=True, message="Succeeded to forget the group."))
+    try:
+        await transfers_of(request).collection.leave(controls_of(request), body.group_name)
+    except HeadgateError as error:
+        return _failed(error)
+    return json_response(Outcome(success=True, message="Succeeded to destroy custom process group."))
+
+
+async def begin_weight_update(request: Request) -> Response:
+    await read_control(request, BeginUpdate)
+    try:
+        transfers_of(request).collection.begin()
+    except HeadgateError as error:
+        return _failed(error)
+    return json_response(Outcome(success=True, message="Success"))
+
+
+async def end_weight_update(request: Request) -> Response:
+    if not transfers_of(request).collection.open:
+        return _failed(RequestError("no update has begun; call /begin_weight_update first"))
+    try:
+        await commit_collected(request)
+    except HeadgateError as error:
+        return _failed(error)
+    return json_response(Outcome(success=True, message="Success"))
+
+
+async def commit_collected(request: Request) -> FleetResult | None:
+    """Make the collected parts visible, if an update is being collected. An incomplete one is dropped and refused."""
+    controls, collection = controls_of(request), transfers_of(request).collection
+    if not collection.parts and not collection.open:
+        return None
+    label, recompute = collection.label, collection.recompute
+    collection.forget()
+    try:
+        return await update_held(
+            controls, StagedSource(), new_version_of(request.headers), label=label, recompute=recompute
+        )
+    except HeadgateError as error:
+        await collection.discard(controls, str(error))
+        raise
 
 
 async def update_weights_from_distributed(request: Request) -> Response:
     body, controls = await read_control(request, FromDistributed), controls_of(request)
     if not len(body.names) == len(body.dtypes) == len(body.shapes):
         raise RequestError("names, dtypes and shapes must have the same length", param="names")
-    group, version = transfers_of(request).arranged, number_of(body.weight_version)
+    if body.group_name != OURS:
+        return await _collected(request, body)
+    group = transfers_of(request).arranged
     try:
         result = await update_held(
-            controls, group, version, abort=body.abort_all_requests, recompute=body.flush_cache
+            controls,
+            group,
+            new_version_of(request.headers),
+            label=body.weight_version,
+            abort=body.abort_all_requests,
+            recompute=body.flush_cache,
         )
     except HeadgateError as error:
         return json_response(Outcome(success=False, message=str(error)), 400)
-    message = f"Succeeded to update model weights. The version is {result.weight_version}."
+    message = f"Succeeded to update model weights. The version is {result.weight_label}."
+    return json_response(Outcome(success=True, message=message))
+
+
+FLATTENED = 2**62  # bytes; one buffer for all tensors of a part
+
+
+async def _collected(request: Request, body: FromDistributed) -> Response:
+    """Collect a part; it is visible at once if the whole model has arrived and the server is not paused."""
+    controls, collection = controls_of(request), transfers_of(request).collection
+    if body.load_format not in (None, "auto", "flattened_bucket"):
+        message = f"load_format must be flattened_bucket or left out, not {body.load_format!r}"
+        raise RequestError(message, param="load_format")
+    tensors = map(TensorSpec, body.names, body.dtypes, map(tuple, body.shapes))
+    part = GroupPart(body.group_name, tuple(tensors), FLATTENED if body.load_format == "flattened_bucket" else None)
+    try:
+        paused = (await controls.status()).is_paused
+        state = await collection.add(
+            controls, part, label=body.weight_version, recompute=body.flush_cache or not paused, paused=paused
+        )
+        if not state.missing and not paused and not collection.open:
+            await commit_collected(request)
+    except HeadgateError as error:
+        return _failed(error)
+    message = f"Succeeded to receive {len(body.names)} tensors; {state.missing} are missing."
     return json_response(Outcome(success=True, message=message))
 
 
@@ -135,7 +232,9 @@ async def init_weight_transfer_engine(request: Request) -> Response:
 
 async def start_weight_update(request: Request) -> Response:
     controls, transfers = controls_of(request), transfers_of(request)
-    if not (await controls.status()).is_paused:
+    fleet = await controls.status()
+    transfers.begun_at = fleet.weight_version
+    if not fleet.is_paused:
         await _hold(controls, "freeze")
         transfers.holding = True
     return json_response({"message": "Weight update started"})
@@ -148,8 +247,10 @@ async def update_weights(request: Request) -> Response:
     update: Parameters = convert(info, Parameters, "update_info")
     if not len(update.names) == len(update.dtype_names) == len(update.shapes):
         raise RequestError("names, dtype_names and shapes must have the same length", param="update_info.names")
-    result = followed(await controls_of(request).update(_source(update, transfers_of(request)), update.version))
-    return json_response({"message": "Weights updated", "weight_version": str(result.weight_version)})
+    version = new_version_of(request.headers) if update.version is None else update.version
+    source = _source(update, transfers_of(request))
+    result = followed(await controls_of(request).update(source, version, label=update.weight_version))
+    return json_response({"message": "Weights updated", "weight_version": result.weight_label})
 
 
 def _source(update: Parameters, transfers: Transfers) -> Source:
@@ -166,11 +267,20 @@ async def finish_weight_update(request: Request) -> Response:
         controls_of(request),
         transfers_of(request),
     )
-    fleet, version = await controls.status(), number_of(asked.weight_version)
-    if version is not None and version != fleet.weight_version:
-        message = f"the weights have version {fleet.weight_version}; to set another, use version in update_info"
-        raise RequestError(message, param="weight_version")
+    if transfers.begun_at == (await controls.status()).weight_version:
+        await _let_go(controls, transfers)
+        message = "no weights have arrived since the update was started; they are unchanged"
+        raise RequestError(message, code="no_update")
+    if asked.weight_version is not None:
+        controls.relabel(asked.weight_version)
+    await _let_go(controls, transfers)
+    label = (await controls.status()).weight_label
+    return json_response({"message": "Weight update finished", "weight_version": label})
+
+
+async def _let_go(controls: Controls, transfers: Transfers) -> None:
+    """Resume engines that were paused for the update."""
+    transfers.begun_at = None
     if transfers.holding:
         followed(await controls.resume())
         transfers.holding = False
-    return json_response({"message": "Weight update finished", "weight_version": str(fleet.weight_version)})

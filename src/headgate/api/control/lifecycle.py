@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from msgspec import UNSET
@@ -84,6 +84,7 @@ class Controls:
         self._metrics = host.ledger.metrics
         self._moving: str | None = None  # describes the call that is changing weights or memory
         self._orders = Orders()
+        self._labels = api.labels
 
     async def pause(self, pause: Pause, order: Order = UNORDERED) -> FleetResult:
         self._take(order)
@@ -120,17 +121,26 @@ class Controls:
         source: Source,
         version: int | None = None,
         *,
+        label: str | None = None,
         recompute: bool = True,
         timeout_s: float = UPDATE_TIMEOUT_S,
     ) -> FleetResult:
+        """`version`: above the current one; None: the next. `label`: the trainer's name of it, which may repeat."""
         if version is not None and not 0 <= version <= NEWEST_VERSION:
             raise RequestError(f"must be between 0 and {NEWEST_VERSION}", param="version")
         async with self._move("the weights are being updated"):
-            outcome = await self._call(UpdateWeights(source, version, recompute), timeout_s)
+            number = self._api.engines.version + 1 if version is None else version
+            with self._labelled(number, label):
+                outcome = await self._call(UpdateWeights(source, number, recompute), timeout_s)
         result = self._result(outcome)
         if isinstance(source, FileSource) and source.checksum:
             result.checksum = source.checksum
         return result
+
+    def relabel(self, label: str) -> None:
+        """Give the current weights another label."""
+        self._refuse_while_moving()
+        self._labels.set(self._api.engines.version, label)
 
     async def sleep(self, tags: Sequence[Tag], timeout_s: float = UPDATE_TIMEOUT_S) -> FleetResult:
         async with self._move("the engines are being put to sleep"):
@@ -170,6 +180,15 @@ class Controls:
 
     # -- parts ------------------------------------------------------------------
 
+    async def call(self, command: Command, timeout_s: float) -> dict[int, Result]:
+        """The results of a command that all engines must carry out. Raises if one has not."""
+        outcome = await self._call(command, timeout_s)
+        results = {index: result for index, result in outcome.items() if not isinstance(result, HeadgateError)}
+        if len(results) < len(outcome):
+            errors = "; ".join(str(result) for result in outcome.values() if isinstance(result, HeadgateError))
+            raise Unavailable(errors, code="not_followed")
+        return results
+
     async def _call(self, command: Command, timeout_s: float) -> dict[int, Result | HeadgateError]:
         """The outcome by engine. Raises if an engine refused, or if none could be reached."""
         outcome = await self._api.engines.call_all(command, timeout_s)
@@ -200,6 +219,18 @@ class Controls:
             yield
         finally:
             self._moving = None
+
+    @contextmanager
+    def _labelled(self, version: int, label: str | None) -> Iterator[None]:
+        """Set the label before the engines answer, because an update that is late may still succeed."""
+        before = self._labels.given(version)
+        self._labels.set(version, label)
+        try:
+            yield
+        except HeadgateError:
+            if self._api.engines.version != version:
+                self._labels.set(version, before)
+            raise
 
     def _govern(self, pause: Pause) -> list[Record]:
         """Apply a pause that begins now to requests that no engine has yet. Returns those that it ends."""
@@ -246,11 +277,13 @@ class Controls:
         if not seen and any(replica.known != "running" for replica in self._host.replicas):
             seen = {"pausing"}  # engines will be paused when they have restarted
         state = "draining" if self._host.ledger.closing else overall(seen)
+        newest = max(versions, default=0)
         return FleetResult(
             is_paused=bool(seen) and not seen & {"running", "pausing"},
             state=state,
             mode=mode,
-            weight_version=max(versions, default=0),
+            weight_version=newest,
+            weight_label=self._labels[newest],
             asleep=asleep,
             engines=engines,
         )
@@ -345,7 +378,11 @@ async def is_paused(request: Request) -> Response:
 async def update_weights(request: Request) -> Response:
     body = await read_control(request, UpdateRequest)
     result = await controls_of(request).update(
-        source_of(body), body.version, recompute=body.kv == "recompute", timeout_s=body.timeout
+        source_of(body),
+        body.version,
+        label=body.label,
+        recompute=body.kv == "recompute",
+        timeout_s=body.timeout,
     )
     return answer(request, result)
 

@@ -19,7 +19,7 @@ from headgate.api.generate.prompts import chat_prompt
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
 from headgate.api.generate.tool_calls import Parsers, call_pieces, message_calls, read_calls
-from headgate.api.generate.wire import encode, extras, finish_reason
+from headgate.api.generate.wire import extras, finish_reason
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.contract.answers import (
     AssistantMessage,
@@ -29,6 +29,8 @@ from headgate.contract.answers import (
     ChunkChoice,
     Delta,
 )
+from headgate.contract.compatible import check_compatible
+from headgate.contract.event_json import encode
 from headgate.contract.sampling import TextParams, sampling_given, text_params
 from headgate.contract.schema import ChatRequest
 from headgate.errors import RequestError
@@ -36,6 +38,7 @@ from headgate.errors import RequestError
 
 async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
+    check_compatible(body, "chat")
     api, text = api_of(request), text_params(body, "chat")
     check_choices(text.n, api.settings.max_choices)
     return exchange(request, body, "chat", text.n, partial(prepare, api, body, text))
@@ -107,17 +110,21 @@ class ChatFormat(ChoicesFormat):
             delta=delta,
             logprobs=self._logprobs(piece),
             finish_reason=finish_reason(piece.finish, strict=self._context.strict, called=called),
-            **extras(self._body, job, piece, first=first),
+            **extras(self._body, job, piece, self._api.labels, first=first),
         )
+        more = {}
         if first:
             self._begin(job)
+            if self._body.return_token_ids:
+                more["prompt_token_ids"] = job.request.prompt
         if piece.finish is not None:
             self._finishes[job.index] = piece.finish
-        return self._frame.event(choice) + self._cut_event(piece)
+        return self._chunk(job, piece, choice, **more)
 
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
         if piece.text or not self._fast_path:
             self._begin(job)
+        self._count(job, piece)
         if parser := self._parsers.get(job.index):
             parser.push(piece.text)
         if piece.finish is not None:
@@ -136,7 +143,10 @@ class ChatFormat(ChoicesFormat):
 
     def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
         choices = [self._choice(job, answer) for job, answer in zip(jobs, answers, strict=True)]
-        return encode(ChatCompletion(choices=choices, **self._envelope()))
+        answer = ChatCompletion(choices=choices, **self._envelope())
+        if self._body.return_token_ids:
+            answer.prompt_token_ids = jobs[0].request.prompt
+        return encode(answer)
 
     def _choice(self, job: ChoiceJob, answer: Piece) -> ChatChoice:
         assert answer.finish is not None
@@ -151,7 +161,7 @@ class ChatFormat(ChoicesFormat):
             message=message,
             logprobs=self._logprobs(answer),
             finish_reason=finish_reason(answer.finish, strict=self._context.strict, called=called),
-            **extras(self._body, job, answer, first=True),
+            **extras(self._body, job, answer, self._api.labels, first=True),
         )
 
     # -- both -------------------------------------------------------------------
@@ -159,4 +169,4 @@ class ChatFormat(ChoicesFormat):
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(self._api.tokenizer, piece.tokens, piece.logprobs)
+        return chat_logprobs(self._spelling, piece.tokens, piece.logprobs)

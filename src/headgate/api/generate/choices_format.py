@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import msgspec
 from msgspec import UNSET
 
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.serve import RequestContext
-from headgate.api.generate.usage import usage_of
-from headgate.api.generate.wire import EventFrame, cut_problem, cut_short, encode, error_event, usage_asked
+from headgate.api.generate.usage import usage_of, usage_so_far
+from headgate.api.generate.wire import EventFrame, cut_problem, cut_short, error_event, usage_asked, usage_in_chunks
 from headgate.api.state import Api
 from headgate.contract.answers import Usage
+from headgate.contract.event_json import encode
 from headgate.contract.schema import Sampled
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError
@@ -30,8 +32,12 @@ class ChoicesFormat(ABC):
     ) -> None:
         self._api, self._n, self._context = api, n, context
         self._id = context.id(prefix)
-        self._fast_path = fast_path
-        self._with_usage = usage_asked(body)
+        self._with_usage = usage_asked(body.stream_options)
+        self._usage_in_chunks = usage_in_chunks(body.stream_options)
+        self._fast_path = fast_path and not self._usage_in_chunks
+        # The tokenizer that spells tokens in log-probabilities; None: they are written as ids.
+        self._spelling = None if body.return_tokens_as_token_ids else api.tokenizer
+        self._counts: dict[int, int] = {}  # tokens so far, by choice; kept if every chunk reports them
         self._finishes: dict[int, Finish] = {}
         self._begun: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes before and after the text of a piece
         head = {"id": self._id, "object": object, "created": context.created, "model": api.model_name}
@@ -46,6 +52,15 @@ class ChoicesFormat(ABC):
 
     @abstractmethod
     def _full_event(self, job: ChoiceJob, piece: Piece, *, first: bool) -> bytes: ...
+
+    def _chunk(self, job: ChoiceJob, piece: Piece, choice: msgspec.Struct, **more: Any) -> bytes:
+        if self._usage_in_chunks:
+            self._count(job, piece)
+            more["usage"] = usage_so_far(job, piece, self._counts[job.index])
+        return self._frame.event(choice, **more) + self._cut_event(piece)
+
+    def _count(self, job: ChoiceJob, piece: Piece) -> None:
+        self._counts[job.index] = self._counts.get(job.index, len(job.request.generated)) + len(piece.tokens)
 
     def _begin(self, job: ChoiceJob) -> None:
         self._begun[job.index] = self._frame.around(self.before_text % job.index, self.after_text)

@@ -17,10 +17,12 @@ from headgate.api.generate.logprobs import completion_logprobs, joined, prompt_o
 from headgate.api.generate.prompts import text_prompts
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
-from headgate.api.generate.wire import encode, extras, finish_reason
+from headgate.api.generate.wire import extras, finish_reason
 from headgate.api.state import Api, api_of
 from headgate.contract.answers import CompletionChoice, CompletionLogprobs, TextCompletion
+from headgate.contract.compatible import check_compatible
 from headgate.contract.decoding import refuse
+from headgate.contract.event_json import encode
 from headgate.contract.sampling import SAMPLING, TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest, prompts_of
 from headgate.errors import RequestError
@@ -32,6 +34,7 @@ DEFAULT_MAX_TOKENS: int = SAMPLING["max_tokens"].defaults["completions"]
 async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
     refuse(body, "suffix")
+    check_compatible(body, "completions")
     api, prompts, text = api_of(request), prompts_of(body.prompt), text_params(body, "completions")
     choices = len(prompts) * text.n
     check_choices(choices, api.settings.max_choices)
@@ -71,10 +74,11 @@ class CompletionFormat(ChoicesFormat):
             if self._waits_for_scores(job, piece):
                 return b""
             self._begin(job)
-        return self._frame.event(self._choice(job, piece, first=first)) + self._cut_event(piece)
+        return self._chunk(job, piece, self._choice(job, piece, first=first))
 
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
         self._begin(job)
+        self._count(job, piece)
         if piece.finish is not None:
             self._finishes[job.index] = piece.finish
 
@@ -101,16 +105,16 @@ class CompletionFormat(ChoicesFormat):
             text=prompt + piece.text if first else piece.text,
             logprobs=self._logprobs(job, piece, first=first) if self._scored else None,
             finish_reason=finish_reason(piece.finish, strict=self._context.strict),
-            **extras(self._body, job, piece, first=first),
+            **extras(self._body, job, piece, self._api.labels, first=first),
         )
 
     def _logprobs(self, job: ChoiceJob, piece: Piece, *, first: bool) -> CompletionLogprobs:
         tokenizer, echoed = self._api.tokenizer, len(job.prompt_text or "")
         offsets = [echoed + offset for offset in piece.offsets]
-        answer = completion_logprobs(tokenizer, piece.tokens, piece.logprobs, offsets)
+        answer = completion_logprobs(self._spelling, piece.tokens, piece.logprobs, offsets)
         if not first or job.prompt_text is None:
             return answer
         prompt = job.request.prompt
         scores = [None, *piece.prompt_logprobs]
-        echo = completion_logprobs(tokenizer, prompt[: len(scores)], scores, prompt_offsets(tokenizer, prompt))
+        echo = completion_logprobs(self._spelling, prompt[: len(scores)], scores, prompt_offsets(tokenizer, prompt))
         return joined(echo, answer)

@@ -48,7 +48,9 @@ def constraint_for(
     choice, callable_tools = choose_tools(declared, tool_choice)
     match choice:
         case "required":
-            rules = call_rules(format, callable_tools, parallel=parallel_tool_calls)
+            # A named function is called once, as in OpenAI's API.
+            several = parallel_tool_calls and not isinstance(tool_choice, Mapping)
+            rules = call_rules(format, callable_tools, parallel=several)
             return checked(f"start: calls\n{rules}", param="tools")
         case "auto" if answer and callable_tools:
             rules = call_rules(format, callable_tools, parallel=parallel_tool_calls)

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from headgate.api.generate.wire import encode
 from headgate.contract.answers import TokenLogprob
 from headgate.contract.errors import ErrorBody, error_body
+from headgate.contract.event_json import encode
 from headgate.contract.responses import CallItem, MessageItem, OutputItem, OutputText
 from headgate.errors import HeadgateError
 from headgate.text.tools import CallDelta

@@ -22,9 +22,11 @@ from headgate.api.generate.response_input import as_chat
 from headgate.api.generate.serve import RequestContext, exchange
 from headgate.api.generate.tool_calls import Parsers, read_calls
 from headgate.api.generate.usage import version_spans
-from headgate.api.generate.wire import cut_short, encode
+from headgate.api.generate.wire import cut_short
 from headgate.api.state import Api, api_of
 from headgate.contract.answers import PromptDetails, TokenLogprob
+from headgate.contract.compatible import check_compatible
+from headgate.contract.event_json import encode
 from headgate.contract.responses import (
     Incomplete,
     OutputDetails,
@@ -40,6 +42,7 @@ from headgate.text.tools import CallDelta
 
 async def responses(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest)
+    check_compatible(body, "responses")
     return exchange(request, body, "response", 1, partial(prepare, api_of(request), body))
 
 
@@ -57,6 +60,7 @@ class ResponsesFormat:
         self._response = _new_response(body, sampling, context, api.model_name)
         self._parsers = Parsers(chat.tools, chat.tool_choice, api.tool_format, seed=self._response.id)
         self._scored = bool(chat.logprobs)
+        self._labels = api.labels
         self._all = Piece()  # the sum of all pieces, for the response object
         self._begun = False
         self._events = Events(context.id(""))
@@ -131,7 +135,7 @@ class ResponsesFormat:
         if body.return_token_ids:
             response.completion_token_ids = self._all.tokens
         if body.return_weight_versions:
-            response.weight_versions = version_spans(self._all.versions)
+            response.weight_versions = version_spans(self._all.versions, self._labels)
         return events
 
     def _why_incomplete(self, finish: Finish) -> Incomplete | None:

@@ -24,7 +24,7 @@ from headgate.api.generate.generation import ChoiceJob, Piece, collect, run_all
 from headgate.api.generate.idempotency import replays_of
 from headgate.api.generate.journal import StreamJournal, WholeJournal, asked_at, seed_of
 from headgate.api.state import Api, api_of
-from headgate.contract.control import LEAST_VERSION_HEADER
+from headgate.contract.control import LEAST_VERSION_HEADER, version_in
 from headgate.contract.errors import NotFound
 from headgate.contract.journal import HEADER
 from headgate.contract.sampling import set_if_absent
@@ -116,11 +116,7 @@ def _asked(body: Generation, kind: str, *, journal: bool) -> str:
 
 
 def _least_version(value: str | None) -> int:
-    if value is None:
-        return 0
-    if not (value.isascii() and value.isdecimal() and len(value) < 20):
-        raise RequestError(f"must be the number of a weight version, not {value!r:.100}", param=LEAST_VERSION_HEADER)
-    return int(value)
+    return 0 if value is None else version_in(value, LEAST_VERSION_HEADER)
 
 
 def check_model(api: Api, name: str | None) -> None:

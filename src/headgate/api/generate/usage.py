@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 
-from headgate.api.generate.generation import Finish
+from msgspec import UNSET
+
+from headgate.api.generate.generation import ChoiceJob, Finish, Piece
+from headgate.api.weight_labels import WeightLabels
 from headgate.contract.answers import PromptDetails, Usage, VersionSpan
 
 
@@ -21,11 +25,13 @@ def usage_of(finishes: Sequence[Finish], n: int) -> Usage:
     return Usage(prompt_tokens, completion_tokens, total_tokens, PromptDetails(cached_tokens))
 
 
-def version_spans(versions: Iterable[int]) -> list[VersionSpan]:
-    spans: list[VersionSpan] = []
-    for version in versions:
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].tokens + 1)
-        else:
-            spans.append(VersionSpan(version, 1))
-    return spans
+def usage_so_far(job: ChoiceJob, piece: Piece, output_tokens: int) -> Usage:
+    """The usage of one choice up to `piece`; the number of cached tokens is known at its end."""
+    prompt_tokens = len(job.request.prompt)
+    cached = PromptDetails(piece.finish.cached_tokens if piece.finish else 0)
+    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, cached)
+
+
+def version_spans(versions: Sequence[int], labels: WeightLabels) -> list[VersionSpan]:
+    runs = ((version, len(list(run))) for version, run in groupby(versions))
+    return [VersionSpan(version, tokens, labels.given(version) or UNSET) for version, tokens in runs]

@@ -14,28 +14,28 @@ from msgspec import UNSET, UnsetType
 
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.usage import version_spans
+from headgate.api.weight_labels import WeightLabels
 from headgate.contract import errors
 from headgate.contract.answers import Usage
 from headgate.contract.errors import ErrorBody, Problem, error_body
-from headgate.contract.schema import Sampled
+from headgate.contract.event_json import encode, escaped
+from headgate.contract.schema import Sampled, StreamOptions
 from headgate.errors import HeadgateError, PdError
 
-encode = msgspec.json.Encoder().encode
 
-
-def extras(body: Sampled, job: ChoiceJob, piece: Piece, *, first: bool) -> dict[str, Any]:
+def extras(body: Sampled, job: ChoiceJob, piece: Piece, labels: WeightLabels, *, first: bool) -> dict[str, Any]:
     """Our extra fields of a choice, for a complete answer or a piece; the prompt's ids go with the first piece."""
     fields: dict[str, Any] = {}
     if piece.finish is not None:
         fields["cause"] = piece.finish.cause
     if body.return_token_ids:
-        fields["completion_token_ids"] = piece.tokens
+        fields["completion_token_ids"] = fields["token_ids"] = piece.tokens
         if first:
             fields["prompt_token_ids"] = job.request.prompt
     if piece.generated_ids is not None:
         fields["generated_token_ids"] = piece.generated_ids
     if body.return_weight_versions:
-        fields["weight_versions"] = version_spans(piece.versions)
+        fields["weight_versions"] = version_spans(piece.versions, labels)
     return fields
 
 
@@ -64,7 +64,7 @@ def cut_problem(finishes: Iterable[Finish]) -> Problem | UnsetType:
 
 
 def error_event(error: HeadgateError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
+    return b"data: " + escaped(error_body(error)) + b"\n\n"
 
 
 class EventFrame:
@@ -78,12 +78,22 @@ class EventFrame:
         """The bytes of an event before and after the one part of a choice that varies."""
         return self._opening + before, after + self._closing
 
-    def event(self, choice: msgspec.Struct) -> bytes:
-        return self._opening + encode(choice) + self._closing
+    def event(self, choice: msgspec.Struct, **more: Any) -> bytes:
+        """An event of one choice; `more` are other fields of the event."""
+        if not more:
+            return self._opening + encode(choice) + self._closing
+        if "usage" not in more and self._closing != b"]}\n\n":
+            more["usage"] = None
+        return self._opening + encode(choice) + b"]," + encode(more)[1:] + b"\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         return self._opening + b'],"usage":' + encode(usage) + b"}\n\n"
 
 
-def usage_asked(body: Sampled) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
+def usage_asked(options: StreamOptions | None) -> bool:
+    return bool(options and options.include_usage)
+
+
+def usage_in_chunks(options: StreamOptions | None) -> bool:
+    """Whether every chunk has the usage so far. As in vLLM, `include_usage` must be set too."""
+    return bool(options and options.include_usage and options.continuous_usage_stats)

@@ -9,10 +9,12 @@ from headgate.contract.operations.operation import Access, AskAll, AskOne, Relay
 from headgate.contract.operations.other_system import named_by
 from headgate.contract.sglang import (
     AbortBody,
+    BeginUpdate,
     FromDisk,
     FromDistributed,
     FromTensor,
     GenerateBody,
+    GroupBody,
     InitGroup,
     MemoryBody,
     PauseBody,
@@ -21,19 +23,28 @@ from headgate.contract.sglang import (
 _sglang = partial(named_by, "SGLang")
 
 _DROP_PREFIXES: Final = AskAll(drops_prefixes=True)
-_UPDATE: Final = AskAll(holds_requests=True, moves_memory=True, drops_prefixes=True)
+_UPDATE: Final = AskAll(holds_requests=True, moves_memory=True, updates_weights=True, drops_prefixes=True)
 
 GENERATE: Final = _sglang("POST", "/generate", Access.TENANT, Relay(), body=GenerateBody, generates=True)
 ABORT_REQUEST: Final = _sglang("POST", "/abort_request", Access.TENANT, RouterHandler(), body=AbortBody, answer=None)
 PAUSE_GENERATION: Final = _sglang(
     "POST", "/pause_generation", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True), body=PauseBody
 )
-CONTINUE_GENERATION: Final = _sglang("POST", "/continue_generation", Access.ADMIN, AskAll(resumes=True))
+CONTINUE_GENERATION: Final = _sglang(
+    "POST",
+    "/continue_generation",
+    Access.ADMIN,
+    AskAll(resumes=True, updates_weights=True),  # if parts were collected
+)
 UPDATE_WEIGHTS_FROM_DISK: Final = _sglang("POST", "/update_weights_from_disk", Access.ADMIN, _UPDATE, body=FromDisk)
 INIT_WEIGHTS_UPDATE_GROUP: Final = _sglang(
     "POST", "/init_weights_update_group", Access.ADMIN, AskAll(assigns_ranks=True), body=InitGroup
 )
-DESTROY_WEIGHTS_UPDATE_GROUP: Final = _sglang("POST", "/destroy_weights_update_group", Access.ADMIN, AskAll())
+DESTROY_WEIGHTS_UPDATE_GROUP: Final = _sglang(
+    "POST", "/destroy_weights_update_group", Access.ADMIN, AskAll(), body=GroupBody
+)
+BEGIN_WEIGHT_UPDATE: Final = _sglang("POST", "/begin_weight_update", Access.ADMIN, AskAll(), body=BeginUpdate)
+END_WEIGHT_UPDATE: Final = _sglang("POST", "/end_weight_update", Access.ADMIN, _UPDATE)
 UPDATE_WEIGHTS_FROM_DISTRIBUTED: Final = _sglang(
     "POST", "/update_weights_from_distributed", Access.ADMIN, _UPDATE, body=FromDistributed
 )

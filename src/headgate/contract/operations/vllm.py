@@ -29,7 +29,11 @@ START_WEIGHT_UPDATE: Final = _vllm(
     "POST", "/start_weight_update", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True)
 )
 UPDATE_WEIGHTS: Final = _vllm(
-    "POST", "/update_weights", Access.ADMIN, AskAll(moves_memory=True, drops_prefixes=True), body=UpdateTransfer
+    "POST",
+    "/update_weights",
+    Access.ADMIN,
+    AskAll(moves_memory=True, updates_weights=True, drops_prefixes=True),
+    body=UpdateTransfer,
 )
 FINISH_WEIGHT_UPDATE: Final = _vllm(
     "POST", "/finish_weight_update", Access.ADMIN, AskAll(resumes=True), body=FinishTransfer

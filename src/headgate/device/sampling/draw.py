@@ -109,17 +109,27 @@ def draw(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
     device = logits.device
-    greedy = knobs.temperature == 0
-    scaled = logits / to_device(np.where(greedy, np.float32(1), knobs.temperature), device)[:, None]
-    filtered = np.flatnonzero(~greedy & knobs.filtered)
-    if filtered.size:
-        which = to_device(filtered, device)
-        some = scaled.index_select(0, which)
-        some.masked_fill_(some < _lowest_kept(some, knobs[filtered]), -torch.inf)
-        scaled.index_copy_(0, which, some)
+    greedy, scaled = knobs.temperature == 0, scaled_by(logits, knobs)
+    filter_scaled(scaled, knobs)
     noise = gumbel(to_device(knobs.key.view(np.int64), device), logits.shape[1])
     noise.masked_fill_(to_device(greedy, device)[:, None], 0)
     return scaled.add_(noise).argmax(-1)
+
+
+def scaled_by(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
+    """`logits` divided by the temperatures; a row with temperature 0 stays as it is."""
+    divisors = np.where(knobs.temperature == 0, np.float32(1), knobs.temperature)
+    return logits / to_device(divisors, logits.device)[:, None]
+
+
+def filter_scaled(scaled: torch.Tensor, knobs: Knobs) -> None:
+    """Set the scaled logits that top_k, top_p and min_p exclude to -inf. Filters do not affect greedy rows."""
+    filtered = np.flatnonzero((knobs.temperature > 0) & knobs.filtered)
+    if filtered.size:
+        which = to_device(filtered, scaled.device)
+        some = scaled.index_select(0, which)
+        some.masked_fill_(some < _lowest_kept(some, knobs[filtered]), -torch.inf)
+        scaled.index_copy_(0, which, some)
 
 
 def _lowest_kept(scaled: torch.Tensor, knobs: Knobs) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from headgate.device.rows import Ints, Records, Rows, to_device
 from headgate.device.sampling.draw import Draw, Knobs, draw, stream_keys
 from headgate.device.sampling.grammar import Grammars
+from headgate.device.sampling.logprobs import Scores
 
 
 class Sampler:
@@ -24,15 +25,23 @@ class Sampler:
         self._grammars = grammars
         self._counts = torch.zeros(0, device=rows.tokens.device)  # see _penalise; zero between calls
 
-    def sample(self, logits: torch.Tensor, rows: Ints, positions: Ints) -> torch.Tensor:
-        """The tokens [R] for `positions` of `rows`. Overwrites `logits` [R, V] float32."""
+    def sample(self, logits: torch.Tensor, rows: Ints, positions: Ints, scores: Scores | None = None) -> torch.Tensor:
+        """The tokens [R] for `positions` of `rows`. Overwrites `logits` [R, V] float32.
+
+        `scores` takes the distributions that it needs on the way.
+        """
         logits, records = logits.contiguous(), self._rows.sampling[rows]
+        if scores is not None:
+            scores.take_raw(logits)
         self._add_bias(logits, rows, records)
         self._forbid_stops(logits, rows, records, positions)
         self._penalise(logits, rows, records, positions)
         if self._grammars is not None:
             self._grammars.forbid(logits, rows)
-        return self._draw(logits, knobs_of(records, positions))
+        knobs = knobs_of(records, positions)
+        if scores is not None:
+            scores.take_adjusted(logits, knobs)
+        return self._draw(logits, knobs)
 
     def adjusts(self, rows: Ints, positions: Ints) -> bool:
         """Whether any of these rows needs more than the largest logit, or the largest with noise."""

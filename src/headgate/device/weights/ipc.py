@@ -85,18 +85,18 @@ class SharedWeights:
     """A `WeightSource`."""
 
     def __init__(self, source: SharedMemorySource, device: torch.device) -> None:
-        self._source = source
+        self.source = source
         self._device = device
         self._opened: list[torch.UntypedStorage] = []
 
     def __repr__(self) -> str:
-        return f"<SharedWeights {len(self._source.tensors)} tensors on {self._source.gpu}>"
+        return f"<SharedWeights {len(self.source.tensors)} tensors on {self.source.gpu}>"
 
     def __enter__(self) -> SharedWeights:
         ours = gpu_of(self._device)
-        if ours != self._source.gpu:
+        if ours != self.source.gpu:
             raise BrokenCheckpoint(
-                f"the tensors are on the GPU {self._source.gpu!r} and this engine is on {ours or 'a CPU'!r}; "
+                f"the tensors are on the GPU {self.source.gpu!r} and this engine is on {ours or 'a CPU'!r}; "
                 "memory can be shared only on one GPU"
             )
         return self
@@ -108,26 +108,26 @@ class SharedWeights:
         self._opened.clear()
 
     def metadata(self) -> Mapping[str, TensorInfo]:
-        return {tensor.name: self._checked(tensor) for tensor in self._source.tensors}
+        return {tensor.name: self._checked(tensor) for tensor in self.source.tensors}
 
     def _checked(self, tensor: SharedTensor) -> TensorInfo:
         if (dtype := NAMED.get(tensor.dtype)) is None:
             raise BrokenCheckpoint(f"tensor {tensor.name} has the unknown dtype {tensor.dtype!r}")
-        if not 0 <= tensor.storage < len(self._source.storages) or min(tensor.shape, default=0) < 0:
+        if not 0 <= tensor.storage < len(self.source.storages) or min(tensor.shape, default=0) < 0:
             raise BrokenCheckpoint(f"tensor {tensor.name} is not in a shared storage")
-        room = self._source.storages[tensor.storage].size - tensor.start
+        room = self.source.storages[tensor.storage].size - tensor.start
         if tensor.start < 0 or tensor.start % dtype.itemsize or math.prod(tensor.shape) * dtype.itemsize > room:
             raise BrokenCheckpoint(f"tensor {tensor.name} is not within its storage")
         return TensorInfo(dtype, tensor.shape)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._open_all()
-        for tensor in self._source.tensors:
+        for tensor in self.source.tensors:
             yield tensor.name, self._view(tensor)
 
     def _open_all(self) -> None:
         try:
-            for storage in self._source.storages:
+            for storage in self.source.storages:
                 self._opened.append(open_storage(storage, self._device.index or 0))
         except (RuntimeError, OSError) as error:
             raise SourceLost(f"the trainer's memory cannot be opened: {error}") from error

@@ -83,8 +83,10 @@ def load_weights(
         with ExitStack() as opened:
             if isinstance(source, AbstractContextManager):
                 opened.enter_context(source)
-            parameters = dict(model.parameters())
-            verify(parameters, source.metadata())
+            parameters, found = dict(model.parameters()), source.metadata()
+            if getattr(source, "partial", False):  # the other parameters keep their values
+                parameters = {name: parameter for name, parameter in parameters.items() if name in found}
+            verify(parameters, found)
             if before_write is not None:
                 before_write()
             write(parameters, watched(source, len(parameters), progress))

@@ -20,7 +20,7 @@ from headgate.device.weights.gguf import GGUFWeights
 from headgate.device.weights.ipc import SharedWeights
 from headgate.device.weights.loading import SafetensorsFiles, SafetensorsFolder, WeightSource
 from headgate.errors import SourceLost
-from headgate.protocol.command import BroadcastSource, FileSource, SharedMemorySource, Source, Tag
+from headgate.protocol.command import BroadcastSource, FileSource, SharedMemorySource, Source, StagedSource, Tag
 
 
 def open_source(source: Source, device: torch.device = CPU) -> WeightSource:
@@ -32,6 +32,8 @@ def open_source(source: Source, device: torch.device = CPU) -> WeightSource:
             return BroadcastWeights(source, free_bytes, device)
         case SharedMemorySource():
             return SharedWeights(source, device)
+        case StagedSource():
+            raise SourceLost("an update is collected in parts by a running engine only")
 
 
 def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSource:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from headgate.edge.routing import Handler
 from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
 from headgate.router.control.abort import abort
-from headgate.router.control.fan_out import SLACK_S, CallerHeaders, WorkerCall, WorkerReply, of_kind, to_all
+from headgate.router.control.fan_out import SLACK_S, CallerHeaders, Order, WorkerCall, WorkerReply, of_kind, to_all
 from headgate.router.control.lifecycle import MIN_TIMEOUT_S, FleetControls
 from headgate.router.control.weights import GET_WORLD_SIZE, WeightUpdates, assign_ranks
 from headgate.router.exchange.relay import NoWorker
@@ -109,7 +109,9 @@ class FanOutHandler:
 
     async def _ask(self, request: Request) -> list[WorkerReply]:
         query = f"?{request.url.query}" if request.url.query else ""
-        order = (self.controls.next_order(),) if self.effects.pauses or self.effects.resumes else ()
+        order: Order = (self.controls.next_order(),) if self.effects.pauses or self.effects.resumes else ()
+        if self.effects.updates_weights:
+            order += (self.weights.new_version_header(),)
         call = WorkerCall(request.method, self.operation.path + query, await request.body(), order=order)
         calls = to_all(of_kind(self.router.fleet, COMPATIBLE_KINDS), call)
         if self.effects.assigns_ranks:
@@ -144,7 +146,8 @@ def _set_wanted(router: Router, weights: WeightUpdates, body: FromDisk) -> None:
     """Keep these weights for workers that come back later."""
     version = max((worker.version for worker in router.fleet if worker.version is not None), default=None)
     if version is not None:
-        weights.set_wanted({"path": body.model_path, "version": version}, version)
+        label = {} if body.weight_version is None else {"label": body.weight_version}
+        weights.set_wanted({"path": body.model_path, "version": version, **label}, version)
 
 
 async def _with_ranks(
@@ -159,10 +162,7 @@ async def _with_ranks(
     first: int = convert(info.get("rank_offset", 1), int, "rank_offset")
     size: int = convert(info["world_size"], int, "world_size")
     ranks = await assign_ranks(router, calls, caller, first, size, router.config.control_timeout_s)
-    return {
-        worker: WorkerCall(call.method, call.path, msgspec.json.encode(_with_rank(body, rank)))
-        for worker, rank in ranks.items()
-    }
+    return {worker: replace(call, body=msgspec.json.encode(_with_rank(body, rank))) for worker, rank in ranks.items()}
 
 
 def _with_rank(body: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -187,6 +187,7 @@ async def ask_one(router: Router, request: Request) -> Response:
     workers = [
         worker for worker in of_kind(router.fleet, COMPATIBLE_KINDS) if worker.state not in ("down", "starting")
     ]
+    workers.sort(key=lambda worker: worker.state == "outdated")  # these last: they report older weights
     due_s, call = router.loop.time() + router.config.control_timeout_s, WorkerCall("GET", request.url.path)
     for i, worker in enumerate(workers):
         share_s = (due_s - router.loop.time()) / (len(workers) - i)

@@ -23,6 +23,7 @@ from headgate.router.data_path.upstream import Headers, WorkerLost, call
 from headgate.router.fleet.fleet import Workers
 from headgate.router.fleet.worker import Worker
 
+IS_DOWN = "it is down"
 WENT_DOWN = "it went down before it had answered"
 SLACK_S = 0.85  # that a call may take beyond its timeout; servers use 0.7 s of it
 MAX_MESSAGE_CHARS = 1000  # of a worker's error
@@ -51,7 +52,7 @@ class WorkerCall:
     path: str
     body: bytes = b""
     reads: Any = None  # the type of its answer; None if the answer is passed on unread
-    order: Order = ()  # headers that order it among the pauses and resumes of this router
+    order: Order = ()  # headers that order it among the calls of this router
 
 
 def call_of(operation: Operation, body: bytes = b"", reads: Any = None, order: Order = ()) -> WorkerCall:
@@ -137,7 +138,7 @@ class WorkerCalls:
 
     async def ask(self, worker: Worker, request: WorkerCall, caller: CallerHeaders, timeout_s: float) -> WorkerReply:
         if is_down(worker):
-            return WorkerReply(worker, why="it is down")
+            return WorkerReply(worker, why=IS_DOWN)
         answering = asyncio.ensure_future(self._call(worker, request, caller, timeout_s))
         try:
             while not answering.done() and not is_down(worker):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 CLIENT_WAIT_S = 2.0  # for clients to receive the ends of requests that workers have ended
+MIN_CLIENT_WAIT_S = 0.5  # also if a call has less time: the ends may be slower than the workers' replies
 MIN_TIMEOUT_S = 0.05  # that a worker has to answer
 
 ONLY_IF_OWN = ONLY_IF_HEADER.encode(), OWN.encode()
@@ -189,7 +190,8 @@ class FleetControls:
         if pause.mode == "abort" and self.current_pause is pause:
             await self._end([each for each in _unended(accepted) if each.worker is None], due_s)
             ended = await self._end_at_removed_workers(_unended(accepted), caller, due_s)
-            await self._wait_over(_unended(accepted), min(due_s, self._router.loop.time() + pause.timeout))
+            wait_s = max(pause.timeout, MIN_CLIENT_WAIT_S)
+            await self._wait_over(_unended(accepted), min(due_s, self._router.loop.time() + wait_s))
             # Either the pause overtook them and their workers queue them, or it does not reach their workers.
             await self._end([each for each in _unended(accepted) if self._ends_only_here(each)], due_s)
         return sum(exchange.ended_by_pause or exchange in ended for exchange in accepted)

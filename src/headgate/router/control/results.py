@@ -73,11 +73,13 @@ def merge(router: Router, replies: Sequence[WorkerReply], *, pause_wanted: bool)
     if not seen and pause_wanted:
         seen = {"pausing"}  # workers that come back are paused
     versions = [o.weight_version for o in workers.values() if isinstance(o.weight_version, int)]
+    newest = max(versions, default=0)
     return RouterResult(
         is_paused=bool(seen) and not seen & {"running", "pausing"},
         state="draining" if router.draining else overall(seen),
         mode=next((result.mode for result in results if result.mode), None),
-        weight_version=max(versions, default=0),
+        weight_version=newest,
+        weight_label=next((r.weight_label for r in results if r.weight_version == newest), "") or str(newest),
         asleep=list(dict.fromkeys(tag for result in results for tag in result.asleep)),
         engines=engines,
         workers=workers,

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headgate.contract.control import FleetUpdate, Refusal, source_of
+from headgate.contract.control import NEW_VERSION_HEADER, FleetUpdate, Refusal, source_of
 from headgate.contract.operations import control as control_ops
 from headgate.contract.operations import vllm as vllm_ops
+from headgate.contract.orders import Overtaken
 from headgate.errors import RequestError
 from headgate.router.control.fan_out import SLACK_S, CallerHeaders, WorkerCall, WorkerReply, call_of, is_down, to_all
-from headgate.router.control.lifecycle import FleetControls
+from headgate.router.control.lifecycle import ONLY_IF_OWN, ONLY_IF_RUNNING, FleetControls
 from headgate.router.control.results import ACCEPTED, ControlReport, Partial, RouterResult, require_all
 from headgate.router.fleet.worker import Worker
 
@@ -75,7 +76,7 @@ class WeightUpdates:
         result = self._controls.merge([*replies, *done])
         require_all(result, replies)
         self.set_wanted(_worker_update(body, version) if body.path is not None else None, version)
-        result.weight_version = version
+        result.weight_version, result.weight_label = version, body.label or str(version)
         if body.verify_checksum:
             result.checksum = body.verify_checksum
         return result
@@ -85,6 +86,12 @@ class WeightUpdates:
         if body.version is not None:
             return body.version
         return 1 + max(status.weight_version, self._fleet.wanted_version or 0)
+
+    def new_version_header(self) -> tuple[bytes, bytes]:
+        """For updates that are passed on: one version for all workers, above that of each."""
+        known = [worker.version for worker in self._fleet if worker.version is not None]
+        newest = max((*known, self._fleet.wanted_version or 0))
+        return NEW_VERSION_HEADER.encode(), b"%d" % (newest + 1)
 
     def _has(self, worker: Worker, call: WorkerCall, version: int) -> bool:
         """Whether the worker followed this same update in an earlier call, when other workers did not."""
@@ -145,20 +152,23 @@ class WeightUpdates:
         return require_all(self._controls.merge(replies), replies)
 
     async def _roll_one(self, worker: Worker, body: FleetUpdate, version: int, caller: CallerHeaders) -> WorkerReply:
-        """Return the first reply that is not a success, or else the reply to the resume."""
+        """Return the first reply that is not a success, or else the reply to the resume.
+
+        A worker that another caller has paused is not updated; one that it pauses meanwhile stays paused.
+        """
         log.info("%s gets version %d", worker.name, version)
         update = update_call(_worker_update(body, version))
         self._fleet.set_state(worker, "draining")
         drain = encode({"mode": "drain", "timeout": body.drain_timeout})
-        pause = self._controls.ordered(control_ops.PAUSE, drain)
+        pause = self._controls.ordered(control_ops.PAUSE, drain, ONLY_IF_RUNNING)
         try:
             paused = await self._router.worker_calls.ask(worker, pause, caller, body.drain_timeout + SLACK_S)
             if not paused.ok:
                 return paused
             updated = await self._router.worker_calls.ask(worker, update, caller, body.timeout + SLACK_S)
             self.note_update(updated, update.body, version)
-            resumed = await self._controls.resume_one(worker, caller)
-            return resumed if updated.ok else updated
+            resumed = await self._controls.resume_one(worker, caller, ONLY_IF_OWN)
+            return resumed if updated.ok and resumed.code != Overtaken.code else updated
         finally:
             if worker in self._fleet:  # otherwise it was removed meanwhile, and keeps draining
                 self._fleet.set_state(worker, "paused")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headgate.contract.errors import error_body
+from headgate.contract.event_json import escaped
 from headgate.errors import RequestError
 from headgate.router.data_path.downstream import Downstream, answer_head, error_answer
 from headgate.router.data_path.upstream import Headers
@@ -58,7 +59,7 @@ class ClientAnswer:
 
     def send_whole(self, worker: Worker | None, answer: Answered) -> None:
         if self._begun:  # a refusal after keep-alive comments were sent
-            return self.send_stream(worker, b"data: %b\n\n" % answer.body.replace(b"\n", b" "))
+            return self.send_stream(worker, b"data: %b\n\n" % escaped(answer.body.replace(b"\n", b" ")))
         if answer.headers is JSON and answer.status == 200 and worker is not None:
             name = worker.name.encode()
             self._client.write(WHOLE % (len(answer.body), self.id.encode(), name, answer.body))
@@ -73,7 +74,7 @@ class ClientAnswer:
         if self._client.gone:
             return
         if self._begun:
-            self.send_stream(None, b"data: %b\n\n" % error_body(error, self.id))
+            self.send_stream(None, b"data: %b\n\n" % escaped(error_body(error, self.id)))
         else:
             self._client.write(error_answer(error, self._names(None)))
             self._client.finished()

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from headgate.contract.errors import cut_short, error_body
+from headgate.contract.event_json import encode
 from headgate.contract.journal import MOVABLE_CAUSES, RESCHEDULED
 from headgate.errors import RequestError, Unavailable
 from headgate.router.data_path.request_info import UNREADABLE
@@ -30,7 +31,6 @@ WORKERS_END = re.compile(
     % (RESCHEDULED.encode(), "|".join(sorted(MOVABLE_CAUSES)).encode())
 )
 CUT_SHORT = re.compile(rb'\{"message":"[^"\\]* after (\d+) tokens \(\w+\)","type":"\w+","param":null,"code":"\w+"\}')
-encode = msgspec.json.Encoder().encode
 
 
 class RequestEnded(RequestError):

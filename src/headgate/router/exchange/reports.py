@@ -31,7 +31,7 @@ class WorkersFailed(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class EndReport:
-    """An end that the router composed and sent."""
+    """An end that the router sent for lack of a worker's: composed, or rendered by a worker that did not generate it."""
 
     cut: bool  # the answer is incomplete because of an abort or a pause, not because of its deadline
     paused: bool  # because of a pause; no worker counts the request as ended
@@ -95,6 +95,9 @@ def pass_text_on(exchange: Reported) -> None:
     worker, outcome = exchange.last_attempt
     if isinstance(outcome, Answered) and outcome.status != 200:
         return report_end(exchange)
+    finishes = [choice.finish for choice in exchange.journal.choices.values()]
+    cut = any(finish is not None and finish[0] == "abort" for finish in finishes)
+    exchange.end_report = EndReport(cut=cut, paused=cut and exchange.cause == PAUSE)
     return conclude(exchange, worker, outcome)
 
 

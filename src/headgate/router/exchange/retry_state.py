@@ -109,8 +109,9 @@ class RetryState:
         return self.fruitless <= self._config.retries and self._take_retry()
 
     def _waits_for_room(self, outcome: Outcome) -> bool:
-        """Whether a rescheduled answer met a full queue: it retries with backoff until its deadline."""
-        return bool(self._full) and isinstance(outcome, Answered) and outcome.status == 429
+        """Whether an answer that has begun met a full queue: it retries with backoff until its deadline."""
+        begun = self._tokens > 0 or self.was_cut
+        return begun and isinstance(outcome, Answered) and outcome.status == 429
 
     def recomputes(self, worker: Worker) -> bool:
         """Whether `worker` must keep the request even without room: it rescheduled it before, or no move is left."""
@@ -151,7 +152,8 @@ class RetryState:
         (self._paused.add if refused_as_paused(outcome) else self._paused.discard)(worker)
         (self._failed.add if _may_pass(outcome) else self._failed.discard)(worker)
         if _is_refusal(outcome):
-            self._unwilling[worker] = worker.changes, worker.probes if _lacks_an_engine(outcome) else None
+            brief = _lacks_an_engine(outcome) or refused_as_paused(outcome)  # a probe may miss it
+            self._unwilling[worker] = worker.changes, worker.probes if brief else None
         else:
             self._unwilling.pop(worker, None)
 

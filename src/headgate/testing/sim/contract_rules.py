@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from headgate.router.control.fan_out import WENT_DOWN
+from headgate.router.control.fan_out import IS_DOWN, WENT_DOWN
 from headgate.router.exchange.prefill import PREFILL
 from headgate.testing.sim.caller import ReceivedAnswer
 from headgate.testing.sim.hosts import SimServer
@@ -116,12 +116,16 @@ def overcounted(result: Any, requests: Collection[PlannedRequest], since_s: floa
         yield f"72: a pause reports {reported} ended or finished choices, but only {choices} existed"
 
 
-def false_blame(result: Any, others: Collection[str]) -> Iterator[str]:
-    """Rule 70: workers are not blamed for another worker's false answers. `others`: the addresses of honest workers."""
+def false_blame(result: Any, others: Collection[str], *, faults: bool) -> Iterator[str]:
+    """Rule 70: workers are not blamed for another worker's false answers. `others`: the addresses of honest workers.
+
+    `faults`: the run has faults that a router tolerates. A worker whose engines were killed is down.
+    """
+    excused = (IS_DOWN, WENT_DOWN) if faults else ()
     workers = result.get("workers", {}) if isinstance(result, dict) else {}
     for url in others:
         outcome = workers.get(url)
-        # An error with a code is the worker's own answer. A worker whose engines are gone is down.
+        # An error with a code is the worker's own answer.
         error = outcome.get("error") if isinstance(outcome, dict) and not outcome.get("code") else None
-        if error and error != WENT_DOWN:
+        if error and error not in excused:
             yield f"70: {url} is reported as failed because another worker's answer was malformed: {outcome}"

@@ -288,12 +288,15 @@ class SimFleet:
                 complaints += contract_rules.overcounted(answer["result"], requests, reply.began_s)
         if to in ROUTERS and self.dishonest and not self._has_other_faults() and not self.plan.update_breaks:
             others = [server.url for server in self.servers if server.name not in self.dishonest]
-            complaints += contract_rules.false_blame(_result_of(reply), others)
+            complaints += contract_rules.false_blame(_result_of(reply), others, faults=self._has_faults())
         for complaint in complaints:
             self.fail(complaint)
 
     def _has_other_faults(self) -> bool:
         return any(action.kind not in (*hostile.HARMLESS, *TOLERATED) for action in self.plan.actions)
+
+    def _has_faults(self) -> bool:
+        return any(action.kind in (*FAULTS, *KV_FAULTS) for action in self.plan.actions)
 
     def _check_obeyed(self, held: list[tuple[Exchange, ...]], began_s: float) -> None:
         """Rule 71: after a pause with mode abort, all requests that the router had accepted before it have ended."""
@@ -364,15 +367,19 @@ class SimFleet:
     def _may_fail(self, request: PlannedRequest) -> bool:
         """Whether the request may fail. A router with several workers hides the loss of engines and connections."""
         if request.routed and self.plan.servers - len(self._removed) > 1:
-            lacking = self.processes.quarantined | self._removed
-            if lacking and len(lacking | self._outdated) >= self.plan.servers:
-                return True  # possibly no server had usable weights at some time
-            return any(name not in (*TOLERATED, *hostile.HARMLESS) for name in self.report.actions)
+            return self._may_lack_weights() or any(
+                name not in (*TOLERATED, *hostile.HARMLESS) for name in self.report.actions
+            )
         if self.processes.broken_updates:
             return True  # an engine whose update failed answers nothing until another update succeeds
         return any(
             name in (*FAULTS, *CALLS_WITH_KILL, *hostile.STOPS, "remove", "roll") for name in self.report.actions
         )
+
+    def _may_lack_weights(self) -> bool:
+        """Whether possibly no server had usable weights at some time."""
+        lacking = self.processes.quarantined | self._removed
+        return bool(lacking) and len(lacking | self._outdated) >= self.plan.servers
 
 
 def _result_of(reply: ReceivedAnswer) -> Any:

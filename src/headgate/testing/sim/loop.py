@@ -140,6 +140,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self._turns = 0  # iterations since the clock last jumped
         self._numbers = count()
+        # Timers with a serial number, so that the order of those due at one moment is defined and compared in C.
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self.network: NetworkBackend
         self.processes: SubprocessBackend
         self.deadline_s = float("inf")
@@ -152,16 +154,24 @@ class SimLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        self._check_closed()  # type: ignore[attr-defined]
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), handle))
+        return handle
+
     def _run_once(self) -> None:
         ready: deque[asyncio.Handle] = self._ready  # type: ignore[attr-defined]
-        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        while timers and timers[0].cancelled():
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
         self._now_s += TURN_S
         if not ready:
             self._advance(timers)
-        while timers and timers[0].when() <= self._now_s:
-            ready.append(heapq.heappop(timers))
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heapq.heappop(timers)[2])
         self._turns += 1
         if self._turns > MOST_TURNS:
             self._turns = 0
@@ -176,10 +186,10 @@ class SimLoop(asyncio.BaseEventLoop):
             else:
                 handle._run()
 
-    def _advance(self, timers: list[asyncio.TimerHandle]) -> None:
+    def _advance(self, timers: list[tuple[float, int, asyncio.TimerHandle]]) -> None:
         if not timers:
             raise SimulationHung("no callback and no timer is left")
-        next_s = timers[0].when()
+        next_s = timers[0][0]
         if next_s > self.deadline_s:
             raise SimulationHung(f"the run has not ended by {self.deadline_s:.0f} s")
         if next_s > self._now_s + JUMP_S:
@@ -265,6 +275,6 @@ class DelayedPipe:
         self._last_s = 0.0
 
     def send(self, item: Any, delay_s: float) -> None:
-        # Timers that are due at the same moment have no defined order.
+        # Items of one channel keep their order, also if they are delayed by less than the one before.
         self._last_s = max(self._loop.time() + delay_s, self._last_s + 1e-7)
         self._loop.call_at(self._last_s, self._deliver, item, context=self._context)

@@ -140,7 +140,9 @@ class World(SimFleet):
         if request.routed or not self._may_fail(request):
             yield from contract_rules.missed_deadline(request, request.stopped_s)
         waited = request.id in self._before_pause.get(request.to, ()) and self._ids[request.id] == 1
-        if waited and self._pausers <= {request.to} and not self.report.actions["roll"]:
+        # A fleet without usable weights cannot be resumed, and refuses a request at the end of the router's patience.
+        resumable = not (self.report.actions["roll"] or self._may_lack_weights())
+        if waited and self._pausers <= {request.to} and resumable:
             yield from self._refused_in_pause(request)
 
     def _refused_in_pause(self, request: PlannedRequest) -> Iterator[str]:

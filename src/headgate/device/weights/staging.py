@@ -1,0 +1,113 @@
+"""The parts of an update that are collected beside the weights in service.
+
+Parts are kept in the memory of the model's device if a second copy of the model fits there, otherwise in host memory;
+if it fits nowhere, a part is refused and the weights in service are unchanged. A complete collection is a
+`WeightSource`, so it is verified and written like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from headgate.device.weights.loading import (
+    DTYPES,
+    TensorInfo,
+    harmless,
+    refuse_dtype,
+    refuse_shape,
+    refuse_unexpected,
+    type_name,
+)
+from headgate.errors import BrokenCheckpoint, OutOfMemory
+from headgate.protocol.command import Collected, TensorSpec
+
+CPU = torch.device("cpu")
+MARGIN = 256 * 2**20  # bytes that staging leaves free
+DTYPE_NAMES = {type_name(dtype): dtype for dtype in DTYPES.values()}
+
+Shapes = Mapping[str, tuple[int, ...]]
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype with torch's name, with or without `torch.`."""
+    if (dtype := DTYPE_NAMES.get(name.removeprefix("torch."))) is None:
+        raise BrokenCheckpoint(f"the dtype {name!r} is unknown; use one of {', '.join(DTYPE_NAMES)}")
+    return dtype
+
+
+def info_of(spec: TensorSpec) -> TensorInfo:
+    if min(spec.shape, default=0) < 0:
+        raise BrokenCheckpoint(f"tensor {spec.name} has the shape {list(spec.shape)}")
+    return TensorInfo(dtype_of(spec.dtype), spec.shape)
+
+
+class StagedWeights:
+    """A `WeightSource`. Only the thread of the step loop changes it, until it is loaded."""
+
+    def __init__(self, expected: Shapes, device: torch.device, room: Callable[[torch.device], int]) -> None:
+        self._expected = expected
+        self._device = device
+        self._room = room
+        self._place: torch.device | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.partial = False  # what has not arrived keeps its value
+
+    def __repr__(self) -> str:
+        return f"<StagedWeights {len(self._tensors)} of {len(self._expected)} tensors>"
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def wants(self, name: str) -> bool:
+        return name in self._expected
+
+    def verify(self, tensors: Sequence[TensorSpec]) -> None:
+        """Raise BrokenCheckpoint if the model has no place for one of `tensors`."""
+        refuse_unexpected(each.name for each in tensors if not self.wants(each.name) and not harmless(each.name))
+        for each in tensors:
+            if self.wants(each.name):
+                refuse_shape(each.name, self._expected[each.name], each.shape)
+                refuse_dtype(each.name, dtype_of(each.dtype))
+
+    def place(self, dtype: torch.dtype) -> torch.device:
+        """Where parts are kept; decided for the whole model when its first part arrives."""
+        if self._place is None:
+            needed = sum(map(math.prod, self._expected.values())) * dtype.itemsize * 1.05 + MARGIN
+            places = [place for place in (self._device, CPU) if self._room(place) >= needed]
+            if not places:
+                raise OutOfMemory(f"there is no room for a second copy of the weights ({int(needed) >> 20} MiB)")
+            self._place = places[0]
+        return self._place
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors |= tensors
+
+    def state(self) -> Collected:
+        missing = self._expected.keys() - self._tensors.keys()
+        return Collected(len(self._tensors), len(missing), min(missing, default=""), str(self._place or self._device))
+
+    def refuse_wrong_checksums(self, checksum: Mapping[str, str]) -> None:
+        for name, promised in checksum.items():
+            if name not in self._tensors:
+                raise BrokenCheckpoint(f"there is a checksum for tensor {name}, which has not arrived")
+            if (found := digest(self._tensors[name])) != promised.lower():
+                raise BrokenCheckpoint(f"tensor {name} has SHA-256 {found}; {promised.lower()} was promised")
+
+    def metadata(self) -> Mapping[str, TensorInfo]:
+        return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of the bytes of a tensor in row-major order."""
+    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
