@@ -231,6 +231,31 @@ def test_55_a_worker_that_comes_back_with_older_weights_is_updated_before_it_get
         assert late.asked("/v1/update_weights")[-1]["path"] == "/w" and late.state == "running"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/update_weights_from_disk", {"model_path": "/w"}),
+        ("/update_weights", {"weight_dir": "/w"}),
+        ("/update_weights", {"update_info": {"path": "/w", "weight_version": "5"}}),
+    ],
+)
+def test_55_78_a_worker_that_missed_an_update_of_another_api_gets_its_files_and_its_latest_label(
+    fakes: list[FakeWorker], path: str, body: dict[str, Any]
+):
+    late = fakes[2]
+    for fake in fakes:
+        fake.version = 5
+    with live_router(*(fake.url for fake in fakes)) as router:
+        assert router.post(path, body).status_code == 200
+        assert router.post("/update_weight_version", {"new_version": "final"}).status_code == 200
+        late.refuses["/v1/loads"] = 500
+        router.wait_for(down=1)
+        late.version = 4
+        del late.refuses["/v1/loads"]
+        wait_until(lambda: late.version == 5)
+        assert late.asked("/v1/update_weights")[-1] == {"path": "/w", "version": 5, "label": "final"}
+
+
 def test_24_a_resume_by_another_caller_ends_the_pause_of_the_fleet(fakes: list[FakeWorker]):
     with live_router(*(fake.url for fake in fakes)) as router:
         router.post("/v1/pause")

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Scope
 
 from headgate.api.accounting import dashboard
 from headgate.api.accounting.ledger import Ledger
-from headgate.api.compat import sglang, vllm
+from headgate.api.compat import sglang, status, vllm
 from headgate.api.compat import weights as transfer
 from headgate.api.control import abort, requests
 from headgate.api.control import lifecycle as control
@@ -84,13 +84,18 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     sglang_ops.RESUME_MEMORY_OCCUPATION: sglang.resume_memory,
     sglang_ops.MODEL_INFO: sglang.model_info,
     sglang_ops.GET_MODEL_INFO: sglang.model_info,
-    sglang_ops.SERVER_INFO: sglang.server_info,
-    sglang_ops.GET_SERVER_INFO: sglang.server_info,
+    sglang_ops.SERVER_INFO: status.server_info,
+    sglang_ops.GET_SERVER_INFO: status.server_info,
+    sglang_ops.GET_WEIGHT_VERSION: status.weight_version,
+    sglang_ops.WEIGHT_VERSION: status.weight_version,
+    sglang_ops.UPDATE_WEIGHT_VERSION: status.update_weight_version,
+    sglang_ops.GET_LOAD: status.get_load,
     sglang_ops.LOADS: sglang.loads,
     sglang_ops.HEALTH_GENERATE: sglang.health_generate,
     vllm_ops.PAUSE: vllm.pause,
     vllm_ops.RESUME: vllm.resume,
     vllm_ops.IS_PAUSED: vllm.is_paused,
+    vllm_ops.ABORT_REQUESTS: vllm.abort_requests,
     vllm_ops.SLEEP: vllm.sleep,
     vllm_ops.WAKE_UP: vllm.wake_up,
     vllm_ops.IS_SLEEPING: vllm.is_sleeping,
@@ -99,9 +104,11 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     vllm_ops.START_WEIGHT_UPDATE: transfer.start_weight_update,
     vllm_ops.UPDATE_WEIGHTS: transfer.update_weights,
     vllm_ops.FINISH_WEIGHT_UPDATE: transfer.finish_weight_update,
+    vllm_ops.WEIGHT_INFO: status.weight_version,
     vllm_ops.GENERATE: vllm.generate,
     vllm_ops.VERSION: vllm.version,
     vllm_ops.GET_WORLD_SIZE: vllm.get_world_size,
+    vllm_ops.LIVENESS: live,
     **dict.fromkeys(pages.ASSETS, show_page),
     pages.EVENTS: dashboard.watch,
     pages.NUMBERS: dashboard.show_numbers,

@@ -3,25 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
+from headgate.contract.abort import MOST_NAMES, AbortRequest, Id
 from headgate.contract.compatible import takes_compatible
 from headgate.contract.control import Label, SharedSource, TrainerGroup
+from headgate.contract.decoding import convert, decode
 from headgate.contract.sampling import TokenId
 from headgate.contract.schema import ResumeState, StreamOptions
 from headgate.errors import RequestError
-from headgate.protocol.command import PauseMode
+from headgate.protocol.command import TAGS, PauseMode, Tag
+
+
+class QueryParams(Protocol):
+    """The parameters of a query, each of which may occur more than once."""
+
+    def get(self, key: str, default: str) -> str: ...
+
+    def getlist(self, key: str) -> list[str]: ...
 
 
 class InitTransfer(msgspec.Struct, kw_only=True):
     init_info: dict[str, Any]
 
 
-class UpdateTransfer(msgspec.Struct, kw_only=True):
-    update_info: dict[str, Any]
+class UpdateTransfer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's trainers send `update_info`, prime-rl sends `weight_dir`."""
+
+    update_info: dict[str, Any] | None = None
+    weight_dir: str | None = None  # a checkpoint on this host
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The update in vLLM's form, whichever form was sent."""
+        if (self.update_info is None) == (self.weight_dir is None):
+            raise RequestError("say where the weights are with either update_info or weight_dir", param="update_info")
+        return {"path": self.weight_dir} if self.update_info is None else self.update_info
+
+
+class NewVersion(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    new_version: Label
+    # In SGLang the default is true. vLLM does not have the field and aborts nothing.
+    abort_all_requests: bool = False
+
+
+class AbortIds(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    request_ids: Annotated[list[Id], Meta(max_length=MOST_NAMES)] | None = None  # None: all requests
+
+
+def abort_ids(body: bytes) -> AbortRequest:
+    """An abort of vLLM's API in the form of ours. vLLM takes an empty list for all requests; here it is refused."""
+    ids = decode(body, AbortIds).request_ids
+    if ids is None:
+        return AbortRequest(abort_all=True)
+    if not ids:
+        raise RequestError("an empty list does not mean all; leave it out to abort all", param="request_ids")
+    return AbortRequest(req_ids=ids)
 
 
 class FinishTransfer(msgspec.Struct, kw_only=True):
@@ -40,12 +80,20 @@ class Parameters(msgspec.Struct, kw_only=True):
     dtype_names: list[str] = []
     shapes: list[list[int]] = []
     path: str | None = None
+    weight_dir: str | None = None  # the same under prime-rl's name
     shared: SharedSource | None = None
     version: int | None = None  # above the current one; None: the next
     weight_version: Label | None = None
 
+    @property
+    def file(self) -> str | None:
+        return self.path or self.weight_dir
+
 
 MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "drain", "keep": "freeze"}
+# How much memory a sleep releases. vLLM's level 1 keeps a copy of the weights in host memory and level 2 does not. Here
+# both release all memory, and waking reloads the weights from their files.
+LEVELS: dict[str, tuple[Tag, ...]] = {"0": (), "1": TAGS, "2": TAGS}
 
 
 def mode_of(query: Mapping[str, str]) -> PauseMode:
@@ -56,6 +104,34 @@ def mode_of(query: Mapping[str, str]) -> PauseMode:
     if mode not in MODES:
         raise RequestError(f"mode must be abort, wait or keep, not {mode!r}", param="mode")
     return MODES[mode]
+
+
+def sleep_tags(query: QueryParams) -> tuple[Tag, ...]:
+    """The memory that a sleep releases: the tags, or all memory of the level. Level 0 only pauses."""
+    level = query.get("level", "1")
+    if level not in LEVELS:
+        raise RequestError(f"level must be 0, 1 or 2, not {level!r}", param="level")
+    tags = _tags(query)
+    return tuple(tag for tag in LEVELS[level] if not tags or tag in tags)
+
+
+def wake_tags(query: QueryParams) -> tuple[Tag, ...]:
+    return _tags(query) or TAGS
+
+
+def _tags(query: QueryParams) -> tuple[Tag, ...]:
+    names = [name for value in query.getlist("tags") for name in value.split(",") if name]
+    tags: tuple[Tag, ...] = convert(names, tuple[Tag, ...], "tags")
+    return tags
+
+
+ConfigFormat = Literal["text", "json"]
+
+
+def config_format(query: Mapping[str, str]) -> ConfigFormat:
+    """The form of `vllm_config` in `/server_info`."""
+    given: ConfigFormat = convert(query.get("config_format", "text"), ConfigFormat, "config_format")
+    return given
 
 
 def flag(query: Mapping[str, str], name: str, *, default: bool) -> bool:

@@ -93,7 +93,10 @@ class ControlPlane:
             status_ops.OPENAPI: self._openapi,
             sglang_ops.ABORT_REQUEST: self._abort_request,
             sglang_ops.LOADS: self._loads,
+            sglang_ops.GET_LOAD: self._get_load,
             sglang_ops.HEALTH_GENERATE: self._ready,
+            vllm_ops.ABORT_REQUESTS: self._abort_requests_vllm,
+            vllm_ops.LIVENESS: self._live,
             vllm_ops.IS_PAUSED: self._is_paused_vllm,
             vllm_ops.IS_SLEEPING: self._is_sleeping,
             vllm_ops.VERSION: self._show_version,
@@ -214,6 +217,9 @@ class ControlPlane:
     async def _loads(self, request: Request) -> Response:
         return json_response(await fleet_status.loads(self._router, CallerHeaders.of(request)))
 
+    async def _get_load(self, request: Request) -> Response:
+        return json_response(await fleet_status.get_load(self._router, CallerHeaders.of(request)))
+
     async def _models(self, request: Request) -> Response:
         models = await fleet_status.models(self._router, CallerHeaders.of(request))
         return json_response({"object": "list", "data": list(models.values())})
@@ -248,6 +254,9 @@ class ControlPlane:
 
     async def _abort_request(self, request: Request) -> Response:
         return await compat.abort_request(self._router, request, caller_of(request))
+
+    async def _abort_requests_vllm(self, request: Request) -> Response:
+        return await compat.abort_requests(self._router, request, caller_of(request))
 
     async def _is_paused_vllm(self, request: Request) -> Response:
         return await compat.is_paused(self.controls, request)

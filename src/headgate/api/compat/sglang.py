@@ -356,7 +356,7 @@ async def release_memory(request: Request) -> Response:
         followed(await controls.pause(pause_of("drain")))
     if tags:
         followed(await controls.sleep(tags))
-    return Response()
+    return json_response(None)  # as in SGLang; clients decode the body
 
 
 async def resume_memory(request: Request) -> Response:
@@ -364,7 +364,7 @@ async def resume_memory(request: Request) -> Response:
     result = followed(await controls.wake(tags)) if tags else await controls.status()
     if not result.asleep and result.is_paused:
         followed(await controls.resume())
-    return Response()
+    return json_response(None)
 
 
 # ------------------------------------------------------------------------------------------------------------- status
@@ -380,28 +380,6 @@ async def model_info(request: Request) -> Response:
             "is_generation": True,
             "preferred_sampling_params": None,
             "weight_version": fleet.weight_label,
-        }
-    )
-
-
-async def server_info(request: Request) -> Response:
-    api, host, info = api_of(request), host_of(request), api_of(request).engines.info
-    fleet = await controls_of(request).status()
-    return json_response(
-        {
-            "model_path": api.model_name,
-            "served_model_name": api.model_name,
-            "version": host.version,
-            "dp_size": len(host.replicas),
-            "tp_size": info.ranks,
-            "context_length": info.max_context,
-            "max_total_num_tokens": info.num_blocks * info.block_size,
-            "max_running_requests": info.max_running,
-            "page_size": info.block_size,
-            "dtype": info.dtype,
-            "device": info.device,
-            "weight_version": fleet.weight_label,
-            "internal_states": msgspec.to_builtins(fleet.engines),
         }
     )
 

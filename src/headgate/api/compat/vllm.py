@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.control import abort
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
@@ -34,11 +35,11 @@ from headgate.contract.event_json import encode
 from headgate.contract.orders import Order
 from headgate.contract.sampling import VLLM_TO_COMPLETIONS, TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest
-from headgate.contract.vllm import TokensRequest, flag, mode_of
+from headgate.contract.vllm import TokensRequest, abort_ids, flag, mode_of, sleep_tags, wake_tags
+from headgate.edge.gate import caller_of
 from headgate.edge.responses import json_response
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError
-from headgate.protocol.command import TAGS, Tag
 
 
 async def pause(request: Request) -> Response:
@@ -58,18 +59,17 @@ async def is_paused(request: Request) -> Response:
 
 
 async def sleep(request: Request) -> Response:
-    controls = controls_of(request)
+    controls, tags, mode = controls_of(request), sleep_tags(request.query_params), mode_of(request.query_params)
     if not (await controls.status()).is_paused:
-        followed(await controls.pause(pause_of(mode_of(request.query_params))))
-    followed(await controls.sleep(TAGS))
+        followed(await controls.pause(pause_of(mode)))
+    if tags:
+        followed(await controls.sleep(tags))
     return Response()
 
 
 async def wake_up(request: Request) -> Response:
     controls = controls_of(request)
-    asked = request.query_params.getlist("tags") or list(TAGS)
-    tags: list[Tag] = convert(asked, list[Tag], "tags")
-    if not followed(await controls.wake(tags)).asleep:
+    if not followed(await controls.wake(wake_tags(request.query_params))).asleep:
         followed(await controls.resume())
     return Response()
 
@@ -81,6 +81,15 @@ async def is_sleeping(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     followed(await controls_of(request).flush())
     return Response()
+
+
+async def abort_requests(request: Request) -> Response:
+    """Abort requests and wait for their ends. The count is that of the requests that were ended."""
+    selected, api, caller = abort_ids(await request.body()), api_of(request), caller_of(request)
+    ids = selected.req_ids
+    found = abort.find_all(api.ledger, caller) if ids is None else abort.find(api.ledger, caller, ids)
+    result = await abort.abort(api, found, selected.timeout)
+    return json_response({"status": "aborted", "aborted": len(result.aborted)})
 
 
 async def version(request: Request) -> Response:

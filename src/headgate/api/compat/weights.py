@@ -241,7 +241,8 @@ async def start_weight_update(request: Request) -> Response:
 
 
 async def update_weights(request: Request) -> Response:
-    info = (await read_control(request, UpdateTransfer)).update_info
+    body, controls = await read_control(request, UpdateTransfer), controls_of(request)
+    info = body.info
     if {"ipc_handles", "ipc_handles_pickled"} & info.keys():
         raise refuse("these handles are pickled, and pickled data is not read", "update_info")
     update: Parameters = convert(info, Parameters, "update_info")
@@ -249,13 +250,16 @@ async def update_weights(request: Request) -> Response:
         raise RequestError("names, dtype_names and shapes must have the same length", param="update_info.names")
     version = new_version_of(request.headers) if update.version is None else update.version
     source = _source(update, transfers_of(request))
-    result = followed(await controls_of(request).update(source, version, label=update.weight_version))
+    if body.weight_dir is not None:
+        result = await update_held(controls, source, version)  # not every version of prime-rl pauses first
+    else:
+        result = followed(await controls.update(source, version, label=update.weight_version))
     return json_response({"message": "Weights updated", "weight_version": result.weight_label})
 
 
 def _source(update: Parameters, transfers: Transfers) -> Source:
-    if update.path is not None:
-        return FileSource(update.path)
+    if update.file is not None:
+        return FileSource(update.file)
     if update.shared is not None:
         return SharedMemorySource(update.shared.gpu, update.shared.storages, update.shared.tensors)
     return transfers.arranged

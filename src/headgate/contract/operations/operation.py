@@ -57,6 +57,7 @@ class AskAll:
     holds_requests: bool = False  # new requests wait at the router while running workers are updated
     moves_memory: bool = False  # loads weights or changes memory, which takes long
     updates_weights: bool = False  # the router chooses the number of the new version, the same for all workers
+    names_weights: bool = False  # gives the weights of all workers another label
     drops_prefixes: bool = False  # empties the prefix caches of the workers
     assigns_ranks: bool = (
         False  # a trainer and all engines form a group; the router sets the first rank of each worker

@@ -19,6 +19,7 @@ from headgate.contract.sglang import (
     MemoryBody,
     PauseBody,
 )
+from headgate.contract.vllm import NewVersion
 
 _sglang = partial(named_by, "SGLang")
 
@@ -59,7 +60,6 @@ RELEASE_MEMORY_OCCUPATION: Final = _sglang(
     Access.ADMIN,
     AskAll(pauses=True, moves_memory=True, drops_prefixes=True),
     body=MemoryBody,
-    answer=None,
 )
 RESUME_MEMORY_OCCUPATION: Final = _sglang(
     "POST",
@@ -67,11 +67,16 @@ RESUME_MEMORY_OCCUPATION: Final = _sglang(
     Access.ADMIN,
     AskAll(resumes=True, moves_memory=True),
     body=MemoryBody,
-    answer=None,
 )
 MODEL_INFO: Final = _sglang("GET", "/model_info", Access.TENANT, AskOne())
 GET_MODEL_INFO: Final = _sglang("GET", "/get_model_info", Access.TENANT, AskOne())
 SERVER_INFO: Final = _sglang("GET", "/server_info", Access.TENANT, AskOne())
 GET_SERVER_INFO: Final = _sglang("GET", "/get_server_info", Access.TENANT, AskOne())
+GET_WEIGHT_VERSION: Final = _sglang("GET", "/get_weight_version", Access.TENANT, AskOne())
+WEIGHT_VERSION: Final = _sglang("GET", "/weight_version", Access.TENANT, AskOne())
+UPDATE_WEIGHT_VERSION: Final = _sglang(
+    "POST", "/update_weight_version", Access.ADMIN, AskAll(names_weights=True), body=NewVersion
+)
+GET_LOAD: Final = _sglang("GET", "/get_load", Access.TENANT, RouterHandler())
 LOADS: Final = _sglang("GET", "/v1/loads", Access.TENANT, RouterHandler())
 HEALTH_GENERATE: Final = _sglang("GET", "/health_generate", Access.TENANT, RouterHandler(), answer=None)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from headgate.contract.operations.operation import Access, AskAll, Relay, RouterHandler
+from headgate.contract.operations.operation import Access, AskAll, AskOne, Relay, RouterHandler
 from headgate.contract.operations.other_system import named_by
-from headgate.contract.vllm import FinishTransfer, InitTransfer, TokensRequest, UpdateTransfer
+from headgate.contract.vllm import AbortIds, FinishTransfer, InitTransfer, TokensRequest, UpdateTransfer
 
 _vllm = partial(named_by, "vLLM")
 
 PAUSE: Final = _vllm("POST", "/pause", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True))
 RESUME: Final = _vllm("POST", "/resume", Access.ADMIN, AskAll(resumes=True))
+ABORT_REQUESTS: Final = _vllm("POST", "/abort_requests", Access.TENANT, RouterHandler(), body=AbortIds)
 IS_PAUSED: Final = _vllm("GET", "/is_paused", Access.TENANT, RouterHandler())
 SLEEP: Final = _vllm(
     "POST", "/sleep", Access.ADMIN, AskAll(pauses=True, moves_memory=True, drops_prefixes=True), answer=None
@@ -32,12 +33,14 @@ UPDATE_WEIGHTS: Final = _vllm(
     "POST",
     "/update_weights",
     Access.ADMIN,
-    AskAll(moves_memory=True, updates_weights=True, drops_prefixes=True),
+    AskAll(holds_requests=True, moves_memory=True, updates_weights=True, drops_prefixes=True),
     body=UpdateTransfer,
 )
 FINISH_WEIGHT_UPDATE: Final = _vllm(
     "POST", "/finish_weight_update", Access.ADMIN, AskAll(resumes=True), body=FinishTransfer
 )
+WEIGHT_INFO: Final = _vllm("GET", "/weight_info", Access.TENANT, AskOne())
 GENERATE: Final = _vllm("POST", "/inference/v1/generate", Access.TENANT, Relay(), body=TokensRequest, generates=True)
 VERSION: Final = _vllm("GET", "/version", Access.OPEN, RouterHandler())
 GET_WORLD_SIZE: Final = _vllm("GET", "/get_world_size", Access.TENANT, RouterHandler())
+LIVENESS: Final = _vllm("GET", "/liveness", Access.OPEN, RouterHandler())

@@ -23,6 +23,7 @@ from headgate.contract.operations import sglang as sglang_ops
 from headgate.contract.operations import vllm as vllm_ops
 from headgate.contract.operations.operation import AskAll, AskOne, Operation
 from headgate.contract.sglang import AbortBody, FromDisk
+from headgate.edge.reading import read_control
 from headgate.edge.routing import Handler
 from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
@@ -73,9 +74,21 @@ class FanOutHandler:
                 self.controls.release()  # waking part of what sleeps resumes nothing
             if self.effects.drops_prefixes:
                 self.controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
-            if self.operation is sglang_ops.UPDATE_WEIGHTS_FROM_DISK and all(reply.ok for reply in replies):
-                _set_wanted(self.router, self.weights, decode(await request.body(), FromDisk))
+            if replies and all(reply.ok for reply in replies):
+                self._keep(await request.body())
         return _merged(self.controls, replies)
+
+    def _keep(self, body: bytes) -> None:
+        """Keep what workers that come back later need: the files of the new weights, or their new label."""
+        if self.effects.names_weights:
+            self.weights.relabel(decode(body, vllm.NewVersion).new_version)
+        elif self.operation is sglang_ops.UPDATE_WEIGHTS_FROM_DISK:
+            update = decode(body, FromDisk)
+            _set_wanted(self.router, self.weights, update.model_path, update.weight_version)
+        elif self.operation is vllm_ops.UPDATE_WEIGHTS:
+            info: vllm.Parameters = convert(decode(body, vllm.UpdateTransfer).info, vllm.Parameters, "update_info")
+            if info.file is not None:
+                _set_wanted(self.router, self.weights, info.file, info.weight_version)
 
     async def _pause_or_ask(self, request: Request) -> list[WorkerReply]:
         if self.effects.pauses:
@@ -108,11 +121,10 @@ class FanOutHandler:
         return "freeze"
 
     async def _ask(self, request: Request) -> list[WorkerReply]:
-        query = f"?{request.url.query}" if request.url.query else ""
         order: Order = (self.controls.next_order(),) if self.effects.pauses or self.effects.resumes else ()
         if self.effects.updates_weights:
             order += (self.weights.new_version_header(),)
-        call = WorkerCall(request.method, self.operation.path + query, await request.body(), order=order)
+        call = WorkerCall(request.method, _target(request), await request.body(), order=order)
         calls = to_all(of_kind(self.router.fleet, COMPATIBLE_KINDS), call)
         if self.effects.assigns_ranks:
             calls = await _with_ranks(self.router, calls, CallerHeaders.of(request))
@@ -142,12 +154,12 @@ def _held(router: Router, controls: FleetControls, update: bool) -> Iterator[Non
         controls.withdraw(pause)
 
 
-def _set_wanted(router: Router, weights: WeightUpdates, body: FromDisk) -> None:
+def _set_wanted(router: Router, weights: WeightUpdates, path: str, label: str | None) -> None:
     """Keep these weights for workers that come back later."""
     version = max((worker.version for worker in router.fleet if worker.version is not None), default=None)
     if version is not None:
-        label = {} if body.weight_version is None else {"label": body.weight_version}
-        weights.set_wanted({"path": body.model_path, "version": version, **label}, version)
+        named = {} if label is None else {"label": label}
+        weights.set_wanted({"path": path, "version": version, **named}, version)
 
 
 async def _with_ranks(
@@ -172,14 +184,30 @@ def _with_rank(body: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _merged(controls: FleetControls, replies: Sequence[WorkerReply]) -> Response:
-    """One worker's answer if all workers that are up have followed; otherwise an error that names the others."""
+    """One worker's answer if all workers that are up have given it; otherwise an error that names the others."""
+    if (refusal := _common_refusal(replies)) is not None:
+        return _passed_on(refusal)
     controls.check(replies)
-    first = next(reply for reply in replies if reply.ok)
-    return Response(first.body, first.status, media_type=_media_type(first.body))
+    return _passed_on(next(reply for reply in replies if reply.ok))
+
+
+def _common_refusal(replies: Sequence[WorkerReply]) -> WorkerReply | None:
+    """The caller's mistake, if all workers that are up report the same one."""
+    asked = [reply for reply in replies if reply.status or reply.worker.state != "down"]
+    same = len({(reply.status, reply.body) for reply in asked}) == 1
+    return asked[0] if same and _is_refusal(asked[0]) else None
+
+
+def _is_refusal(reply: WorkerReply) -> bool:
+    return 400 <= reply.status < 500
+
+
+def _passed_on(reply: WorkerReply) -> Response:
+    return Response(reply.body, reply.status, media_type=_media_type(reply.body))
 
 
 def _media_type(body: bytes) -> str | None:
-    return None if not body else "application/json" if body[:1] in (b"{", b"[") else "text/plain"
+    return None if not body else "application/json" if body[:1] in (b"{", b"[") or body == b"null" else "text/plain"
 
 
 async def ask_one(router: Router, request: Request) -> Response:
@@ -188,17 +216,27 @@ async def ask_one(router: Router, request: Request) -> Response:
         worker for worker in of_kind(router.fleet, COMPATIBLE_KINDS) if worker.state not in ("down", "starting")
     ]
     workers.sort(key=lambda worker: worker.state == "outdated")  # these last: they report older weights
-    due_s, call = router.loop.time() + router.config.control_timeout_s, WorkerCall("GET", request.url.path)
+    due_s, call = router.loop.time() + router.config.control_timeout_s, WorkerCall("GET", _target(request))
+    refusal: WorkerReply | None = None
     for i, worker in enumerate(workers):
         share_s = (due_s - router.loop.time()) / (len(workers) - i)
         reply = await router.worker_calls.ask(worker, call, CallerHeaders.of(request), max(share_s, MIN_TIMEOUT_S))
         if reply.ok:
-            return Response(reply.body, reply.status, media_type=_media_type(reply.body))
+            return _passed_on(reply)
+        if _is_refusal(reply) and worker.kind == "headgate":  # other systems may lack the call
+            refusal = reply
+    if refusal is not None:
+        return _passed_on(refusal)
     raise NoWorker("no worker that supports this call has answered")
 
 
+def _target(request: Request) -> str:
+    """The path and the query of a request."""
+    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
+
+
 async def abort_request(router: Router, request: Request, caller: Caller) -> Response:
-    body = decode(await request.body() or b"{}", AbortBody)
+    body = await read_control(request, AbortBody)
     if body.abort_all:
         await abort(router, AbortRequest(abort_all=True, wait=False), caller, CallerHeaders.of(request))
     elif body.rid:
@@ -206,6 +244,11 @@ async def abort_request(router: Router, request: Request, caller: Caller) -> Res
     else:
         router.counters.aborts_ignored += 1
     return Response()
+
+
+async def abort_requests(router: Router, request: Request, caller: Caller) -> Response:
+    result = await abort(router, vllm.abort_ids(await request.body()), caller, CallerHeaders.of(request))
+    return JSONResponse({"status": "aborted", "aborted": len(result.aborted)})
 
 
 async def is_paused(controls: FleetControls, request: Request) -> Response:

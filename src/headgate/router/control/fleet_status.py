@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headgate.contract.errors import NotFound
-from headgate.contract.operations.sglang import LOADS
+from headgate.contract.operations.sglang import GET_LOAD, LOADS
 from headgate.contract.operations.status import MODELS
 from headgate.router.control.fan_out import CallerHeaders, call_of, of_kind, to_all
 from headgate.router.fleet.worker import Worker
@@ -76,6 +76,15 @@ async def loads(router: Router, caller: CallerHeaders) -> dict[str, Any]:
         "cache_horizon_age_s": min((age_s for age_s in ages if age_s is not None), default=None),
         "unreachable": [reply.worker.url for reply in replies if not reply.ok],
     }
+
+
+async def get_load(router: Router, caller: CallerHeaders) -> list[dict[str, Any]]:
+    """One entry per engine of the fleet, numbered throughout."""
+    workers = of_kind(router.fleet, ("headgate", "sglang"))
+    call = to_all(workers, call_of(GET_LOAD, reads=list[dict[str, Any]]))
+    replies = await router.worker_calls.fan_out(call, caller, router.config.probe_timeout_s)
+    engines = [load | {"worker": reply.worker.url} for reply in replies if reply.ok for load in reply.answer]
+    return [load | {"dp_rank": rank} for rank, load in enumerate(engines)]
 
 
 async def models(router: Router, caller: CallerHeaders) -> dict[str, msgspec.Raw]:

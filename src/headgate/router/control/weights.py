@@ -109,6 +109,11 @@ class WeightUpdates:
         self._fleet.wanted_version = version
         self._fleet.set_floor()
 
+    def relabel(self, label: str) -> None:
+        """Workers that come back later get the last update with this label."""
+        if self.last_update is not None:
+            self.last_update = self.last_update | {"label": label}
+
     async def _update_calls(
         self, body: FleetUpdate, version: int, caller: CallerHeaders, timeout_s: float
     ) -> dict[Worker, WorkerCall]:
