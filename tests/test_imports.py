@@ -35,6 +35,7 @@ MAY_IMPORT = {
         "model_store",
         "collector",
         "scratch",
+        "pickled",
     },
     "transfer": {"transfer", "protocol", "errors"},
     "engine": {
@@ -71,6 +72,7 @@ MAY_IMPORT = {
         "collector",
         "shares",
         "turns",
+        "pickled",
     },
     "bench": {"bench", "errors", "httpclient"},
     "router": {

@@ -19,6 +19,9 @@ Tag = Literal["weights", "kv_cache"]  # the memory that a sleep can release
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 Backend = Literal["gloo", "nccl"]  # the communication library of a process group
+Rendezvous = Literal["torch", "vllm"]  # how the ranks of a trainer's group find each other
+
+NCCL_ID_BYTES = 128
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -135,7 +138,16 @@ Part = GroupPart | SharedMemorySource
 
 
 class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag="join_group"):
-    """Join a trainer's process group, and stay in it. The trainer is rank 0 and hosts the store."""
+    """Join a trainer's process group, and stay in it. The trainer is rank 0 and hosts the store.
+
+    `rendezvous`: `torch` for a group that `torch.distributed` builds under `name` (SGLang's trainers). `vllm` for vLLM's
+    StatelessProcessGroup with a PyNcclCommunicator: the trainer's store holds an NCCL id, and each rank begins with a
+    sum over one number. With `nccl_id`, the id came with the call, and there is no store. With gloo, the ranks find the
+    same id and form a gloo group under it.
+
+    Tensors that the trainer broadcasts then are parts: `CollectWeights(GroupPart(name, tensors))`, with one broadcast per
+    tensor or, with `packed_bytes`, one per buffer. `UpdateWeights(StagedSource())` makes them visible.
+    """
 
     name: str
     host: str
@@ -144,6 +156,8 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag="join_group"):
     rank: int  # of this engine; for several engines behind one address, of the first one
     backend: Backend = "nccl"
     timeout_s: float = 300.0
+    rendezvous: Rendezvous = "torch"
+    nccl_id: bytes | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank < self.world_size:
@@ -152,6 +166,8 @@ class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag="join_group"):
             )
         if not self.timeout_s > 0:
             raise ValueError("timeout must be above 0")
+        if self.nccl_id is not None and (len(self.nccl_id), self.rendezvous) != (NCCL_ID_BYTES, "vllm"):
+            raise ValueError(f"an NCCL id has {NCCL_ID_BYTES} bytes, not {len(self.nccl_id)}")
 
 
 class LeaveGroup(msgspec.Struct, frozen=True, array_like=True, tag="leave_group"):

@@ -1,7 +1,7 @@
 """Process groups that an engine joins on a trainer's behalf and stays in for many updates.
 
-A group is one that `torch.distributed` builds under a name, as SGLang's trainers do, with one broadcast per tensor or
-one of several tensors in a row. The trainer is rank 0.
+A group is one that `torch.distributed` builds under a name, as SGLang's trainers do, or one that vLLM's trainers form from
+an NCCL id in a store. There is one broadcast per tensor, or one of several tensors in a row. The trainer is rank 0.
 
 Each group has its own thread, so a trainer that is gone never stops the step loop. Every wait ends at a deadline. A
 group in which an operation failed is not used again: the trainer must set up another one.
@@ -26,9 +26,11 @@ import torch.distributed
 from headgate.device.memory import current, finish_copies
 from headgate.device.weights.broadcast import POLL_S, lost, nccl_group, own_address, takes_nccl
 from headgate.device.weights.loading import TensorInfo
+from headgate.device.weights.nccl import NcclBroadcasts
 from headgate.device.weights.staging import CPU, Tensors, info_of
 from headgate.errors import BrokenCheckpoint, SourceLost
-from headgate.protocol.command import GroupPart, JoinGroup, TensorSpec
+from headgate.pickled import Call, Name, NotPlain, read_pickle
+from headgate.protocol.command import NCCL_ID_BYTES, GroupPart, JoinGroup, Rendezvous, TensorSpec
 
 dist: Any = torch.distributed  # its type stubs are incomplete
 
@@ -95,7 +97,15 @@ class TorchBroadcasts:
     def receive(self, buffer: torch.Tensor, left_s: Callable[[], float]) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, timedelta(seconds=left_s())
-        work = self._group.broadcast([buffer], options)
+        self._await(self._group.broadcast([buffer], options), left_s)
+
+    def warm_up(self, left_s: Callable[[], float]) -> None:
+        """The sum of one number, with which every rank of vLLM's communicators begins."""
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=left_s())
+        self._await(self._group.allreduce([torch.zeros(1, device=self.device)], options), left_s)
+
+    def _await(self, work: Any, left_s: Callable[[], float]) -> None:
         if self.device.type == "cuda":
             await_work(work, left_s)
             finish_copies(self.device)
@@ -133,6 +143,44 @@ def join_torch(join: JoinGroup, device: torch.device) -> Broadcasts:
         refuse_without_gpu(device)  # before the trainer counts this rank as present
     named = dist.PrefixStore(f"{join.name}/", dist.PrefixStore(join.name, open_store(join)))
     return TorchBroadcasts(dist.PrefixStore("cuda/" if join.backend == "nccl" else "cpu/", named), join, device)
+
+
+# Where a StatelessProcessGroup has the first object that rank 0 broadcasts: the NCCL id, a pickled ctypes structure.
+VLLM_KEY = "broadcast_from/0/0"
+UNPICKLE = "_ctypes._unpickle"
+VLLM_ID = "vllm.distributed.device_communicators.pynccl_wrapper.ncclUniqueId"
+
+
+def join_vllm(join: JoinGroup, device: torch.device) -> Broadcasts:
+    """Join as a rank of vLLM's StatelessProcessGroup and PyNcclCommunicator do."""
+    due_s = time.monotonic() + join.timeout_s
+    if join.backend == "nccl" or join.nccl_id is not None:
+        refuse_without_gpu(device)
+    if join.nccl_id is not None:
+        return NcclBroadcasts(join.nccl_id, join.rank, join.world_size, device, lambda: remaining_s(due_s))
+    store = open_store(join)
+    unique_id = id_in(bytes(store.get(VLLM_KEY)))
+    if join.backend == "nccl":
+        return NcclBroadcasts(unique_id, join.rank, join.world_size, device, lambda: remaining_s(due_s))
+    group = TorchBroadcasts(dist.PrefixStore(unique_id.hex(), store), join, device)
+    group.warm_up(lambda: remaining_s(due_s))
+    return group
+
+
+def id_in(pickled: bytes) -> bytes:
+    """The NCCL id in a pickle, which is read and not loaded."""
+    try:
+        match read_pickle(pickled, (UNPICKLE, VLLM_ID), longest=4096):
+            case Call(
+                function="_ctypes._unpickle", arguments=(Name(text=kind), (dict(), bytes(data))), state=None
+            ) if kind == VLLM_ID and len(data) == NCCL_ID_BYTES:
+                return data
+    except NotPlain as error:
+        raise BrokenCheckpoint(f"the trainer's store has no NCCL id: {error}") from error
+    raise BrokenCheckpoint("the trainer's store has another value where its NCCL id should be")
+
+
+JOIN: dict[Rendezvous, Callable[[JoinGroup, torch.device], Broadcasts]] = {"torch": join_torch, "vllm": join_vllm}
 
 
 def open_store(join: JoinGroup) -> Any:
@@ -175,7 +223,7 @@ class JoinedGroup:
 
     def _join(self) -> None:
         with lost(f"the group {self.name} could not be joined"):
-            broadcasts = join_torch(self._join_command, self._device)
+            broadcasts = JOIN[self._join_command.rendezvous](self._join_command, self._device)
         if self._closed:
             broadcasts.close()
             raise SourceLost(f"the group {self.name} was left while it was joined")
@@ -193,7 +241,7 @@ class JoinedGroup:
             raise SourceLost(f"the group {self.name} is lost ({self._failure or 'it was left'}); set it up again")
         try:
             with lost(f"the group {self.name} broke off"):
-                return [kept for buffer in buffers(part) for kept in self._fill(broadcasts, buffer, keep, due_s)]
+                return [kept for specs in buffers(part) for kept in self._fill(broadcasts, part, specs, keep, due_s)]
         except SourceLost as error:
             self._failure = str(error)
             broadcasts.close()
@@ -202,12 +250,15 @@ class JoinedGroup:
     def _fill(
         self,
         broadcasts: Broadcasts,
+        part: GroupPart,
         specs: Sequence[TensorSpec],
         keep: Callable[[TensorSpec, torch.Tensor], torch.Tensor | None],
         due_s: float,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         data = torch.empty(sum(map(size_of, specs)), dtype=torch.uint8, device=broadcasts.device)
-        broadcasts.receive(typed(data, specs), lambda: remaining_s(due_s))
+        broadcasts.receive(
+            data if part.packed_bytes is not None else typed(data, specs[0]), lambda: remaining_s(due_s)
+        )
         for spec, tensor in zip(specs, unpacked(data, specs), strict=True):
             if (kept := keep(spec, tensor)) is not None:
                 yield spec.name, kept
@@ -240,11 +291,9 @@ def buffers(part: GroupPart) -> Iterator[Sequence[TensorSpec]]:
         yield specs
 
 
-def typed(data: torch.Tensor, specs: Sequence[TensorSpec]) -> torch.Tensor:
+def typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The buffer of one tensor with the tensor's own type: backends compare types, and not only sizes."""
-    if len(specs) > 1:
-        return data
-    info = info_of(specs[0])
+    info = info_of(spec)
     return data.view(info.dtype).view(info.shape)
 
 
