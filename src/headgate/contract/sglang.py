@@ -8,8 +8,10 @@ import msgspec
 
 from headgate.contract.compatible import takes_compatible
 from headgate.contract.control import Label, TrainerGroup
+from headgate.contract.fleet import Joining, Role
 from headgate.contract.sampling import MostLogprobs
 from headgate.contract.schema import Name, ResumeState
+from headgate.errors import RequestError
 from headgate.protocol.command import Backend, PauseMode
 
 
@@ -81,3 +83,40 @@ class FromDisk(msgspec.Struct, kw_only=True):
 
 class MemoryBody(msgspec.Struct, kw_only=True):
     tags: list[str] | None = None
+
+
+# By SGLang's name for it.
+ROLES: dict[str, Role] = {"regular": "mixed", "prefill": "prefill", "decode": "decode"}
+
+
+class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A worker that is added to SGLang's router. This router finds out models and health by itself."""
+
+    url: str
+    worker_type: Literal["regular", "prefill", "decode"] | None = None
+    api_key: str | None = None
+    priority: int | None = None
+    cost: float | None = None
+    dp_aware: bool | None = None
+    # Without effect here.
+    bootstrap_port: int | str | None = None  # servers name the address of their KV themselves
+    model_id: str | None = None
+    labels: dict[str, str] | None = None
+    runtime: str | None = None
+    tokenizer_path: str | None = None  # this and the next three: of workers that speak gRPC
+    reasoning_parser: str | None = None
+    tool_parser: str | None = None
+    chat_template: str | None = None
+    health_check_timeout_secs: int | None = None
+    health_check_interval_secs: int | None = None
+    health_success_threshold: int | None = None
+    health_failure_threshold: int | None = None
+    max_connection_attempts: int | None = None
+
+    def joining(self) -> Joining:
+        """The same in our own API."""
+        for name, default in (("priority", 50), ("cost", 1), ("dp_aware", False)):
+            if (given := getattr(self, name)) is not None and given != default:
+                message = f"{name} is not supported: workers are chosen by the router's policy; leave it out"
+                raise RequestError(message, param=name, code="unsupported_parameter")
+        return Joining(url=self.url, role=ROLES[self.worker_type or "regular"], key=self.api_key)

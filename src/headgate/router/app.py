@@ -44,6 +44,7 @@ from headgate.router.control.fan_out import CallerHeaders
 from headgate.router.control.lifecycle import FleetControls
 from headgate.router.control.metrics import render
 from headgate.router.control.results import Partial, RouterResult
+from headgate.router.control.sglang_workers import SglangWorkers
 from headgate.router.control.weights import WeightUpdates
 from headgate.router.fleet.catch_up import CatchUp
 
@@ -62,6 +63,7 @@ class ControlPlane:
         self.controls = FleetControls(router)
         self.weights = WeightUpdates(router, self.controls)
         self.registry = membership.Registry(router)
+        self._sglang_workers = SglangWorkers(router, self.registry)
         self._feed = Feed(RouterSource(router, version))
         self.app = GatedApp(self._routes(), partial(Gate, keys=router.keys, respond=_error_answer))
 
@@ -101,6 +103,7 @@ class ControlPlane:
             vllm_ops.IS_SLEEPING: self._is_sleeping,
             vllm_ops.VERSION: self._show_version,
             vllm_ops.GET_WORLD_SIZE: self._get_world_size,
+            **self._sglang_workers.handlers(),
             **dict.fromkeys(pages.ASSETS, show_page),
             pages.EVENTS: self._watch,
         }

@@ -9,7 +9,7 @@ from headgate.contract.operations.operation import GENERATED, Access, FanOut, Op
 
 def named_by(
     system: str,
-    method: Literal["GET", "POST"],
+    method: Literal["GET", "POST", "DELETE"],
     path: str,
     access: Access,
     fan_out: FanOut | None,
@@ -17,6 +17,7 @@ def named_by(
     body: Any = None,
     answer: Any = Any,
     generates: bool = False,
+    on_server: bool = True,
 ) -> Operation:
     return Operation(
         method=method,
@@ -28,4 +29,5 @@ def named_by(
         access=access,
         fan_out=fan_out,
         generates=generates,
+        on_server=on_server,
     )

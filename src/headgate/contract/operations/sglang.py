@@ -18,6 +18,7 @@ from headgate.contract.sglang import (
     InitGroup,
     MemoryBody,
     PauseBody,
+    WorkerSpec,
 )
 from headgate.contract.vllm import NewVersion
 
@@ -80,3 +81,13 @@ UPDATE_WEIGHT_VERSION: Final = _sglang(
 GET_LOAD: Final = _sglang("GET", "/get_load", Access.TENANT, RouterHandler())
 LOADS: Final = _sglang("GET", "/v1/loads", Access.TENANT, RouterHandler())
 HEALTH_GENERATE: Final = _sglang("GET", "/health_generate", Access.TENANT, RouterHandler(), answer=None)
+
+_router = partial(named_by, "SGLang's router", access=Access.ADMIN, fan_out=RouterHandler(), on_server=False)
+
+LIST_WORKERS: Final = _router("GET", "/workers")
+ADD_WORKER: Final = _router("POST", "/workers", body=WorkerSpec)
+SHOW_WORKER: Final = _router("GET", "/workers/{id}")
+REMOVE_WORKER: Final = _router("DELETE", "/workers/{id}")
+ADD_WORKER_URL: Final = _router("POST", "/add_worker")
+REMOVE_WORKER_URL: Final = _router("POST", "/remove_worker")
+LIST_WORKER_URLS: Final = _router("GET", "/list_workers")
