@@ -131,6 +131,22 @@ def test_requests_for_logprobs_are_recognised(body: dict[str, Any], asked: bool)
     assert ask(**body).logprobs is asked
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "choices"),
+    [
+        ("/generate/", {"prompts": [[1, 2, 3], [4]], "n": 4}, 8),
+        ("/generate/", {"prompts": ["one", "two"], "logprobs": None}, 2),
+        ("/chat/", {"messages": [HELLO, HELLO], "n": 4}, 8),
+        ("/chat/", {"messages": [HELLO]}, 1),
+        ("/get_sequence_logprobs/", {"sequences": [[1, 2, 3], [4]]}, 2),
+    ],
+)
+def test_a_batch_of_trl_has_all_its_answers_and_is_never_resumed(path: str, body: dict[str, Any], choices: int):
+    read = ask(path, **body)
+    assert (read.n, read.logprobs, read.stream) == (choices, True, False)
+    assert read.prompt and read.tokens
+
+
 def test_prompts_that_cannot_share_kv_have_different_roots():
     roots = [
         ask(messages=HELLO).root,

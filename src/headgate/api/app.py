@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Scope
 
 from headgate.api.accounting import dashboard
 from headgate.api.accounting.ledger import Ledger
-from headgate.api.compat import sglang, status, vllm
+from headgate.api.compat import sglang, status, trl, vllm
 from headgate.api.compat import weights as transfer
 from headgate.api.control import abort, requests
 from headgate.api.control import lifecycle as control
@@ -33,6 +33,7 @@ from headgate.contract.operations import generation as generation_ops
 from headgate.contract.operations import pages
 from headgate.contract.operations import sglang as sglang_ops
 from headgate.contract.operations import status as status_ops
+from headgate.contract.operations import trl as trl_ops
 from headgate.contract.operations import vllm as vllm_ops
 from headgate.contract.operations.operation import Operation
 from headgate.contract.operations.table import ON_SERVERS
@@ -109,6 +110,12 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     vllm_ops.VERSION: vllm.version,
     vllm_ops.GET_WORLD_SIZE: vllm.get_world_size,
     vllm_ops.LIVENESS: live,
+    trl_ops.GENERATE: trl.generate,
+    trl_ops.CHAT: trl.chat,
+    trl_ops.GET_SEQUENCE_LOGPROBS: trl.get_sequence_logprobs,
+    trl_ops.HEALTH: health,
+    trl_ops.GET_WORLD_SIZE: vllm.get_world_size,
+    trl_ops.RESET_PREFIX_CACHE: trl.reset_prefix_cache,
     **dict.fromkeys(pages.ASSETS, show_page),
     pages.EVENTS: dashboard.watch,
     pages.NUMBERS: dashboard.show_numbers,

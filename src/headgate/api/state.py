@@ -17,6 +17,7 @@ from starlette.requests import Request
 from headgate.api.accounting.ledger import Ledger
 from headgate.api.engines import Engines
 from headgate.api.weight_labels import WeightLabels
+from headgate.contract.limits import MOST_CHOICES
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
 from headgate.errors import RequestError
@@ -36,7 +37,7 @@ TEXT_QUEUE = 1024  # the most texts that may wait for a thread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    max_choices: int = 64  # per request: number of prompts times n
+    max_choices: int = MOST_CHOICES  # per request
     keep_alive_s: float = 15.0  # the longest silence of a stream
 
 

@@ -196,9 +196,9 @@ def refusal(field: CompatibleField, param: str) -> RequestError:
 _IN_SAMPLING: Final = {api: fields_of(api, "sampling_params") for api in IN_SAMPLING}
 
 
-def check_sampling_field(api: Api, name: str, value: Any) -> None:
+def check_sampling_field(api: Api, name: str, value: Any, within: str = "sampling_params") -> None:
     """A member of `sampling_params` that is no sampling parameter: without effect, or refused."""
-    param = f"sampling_params.{name}"
+    param = f"{within}.{name}"
     if (field := _IN_SAMPLING[api].get(name)) is not None:
         if not field.allows(value):
             raise refusal(field, param)

@@ -26,6 +26,7 @@ from headgate.contract.operations import fleet as fleet_ops
 from headgate.contract.operations import pages
 from headgate.contract.operations import sglang as sglang_ops
 from headgate.contract.operations import status as status_ops
+from headgate.contract.operations import trl as trl_ops
 from headgate.contract.operations import vllm as vllm_ops
 from headgate.contract.operations.operation import Operation, Relay
 from headgate.contract.operations.table import ON_ROUTERS
@@ -104,6 +105,8 @@ class ControlPlane:
             vllm_ops.VERSION: self._show_version,
             vllm_ops.GET_WORLD_SIZE: self._get_world_size,
             **self._sglang_workers.handlers(),
+            trl_ops.HEALTH: self._health,
+            trl_ops.GET_WORLD_SIZE: self._get_world_size,
             **dict.fromkeys(pages.ASSETS, show_page),
             pages.EVENTS: self._watch,
         }

@@ -6,7 +6,7 @@ As in vLLM, new requests wait during a pause. Sleep pauses first, and waking all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -132,12 +132,18 @@ def _completion(asked: TokensRequest) -> CompletionRequest:
     fields: dict[str, Any] = {"prompt": asked.token_ids, "model": asked.model, "stream": asked.stream}
     fields |= {"request_id": asked.request_id, "priority": asked.priority, "cache_salt": asked.cache_salt}
     fields["resume"] = asked.resume
-    for name, value in asked.sampling_params.items():
+    return completion_of(asked.sampling_params, fields, "sampling_params")
+
+
+def completion_of(params: Mapping[str, Any], fields: Mapping[str, Any], within: str) -> CompletionRequest:
+    """A completions request with vLLM's sampling parameters. Errors name parameters as members of `within`."""
+    fields = dict(fields)
+    for name, value in params.items():
         if name in VLLM_TO_COMPLETIONS:
             fields[VLLM_TO_COMPLETIONS[name]] = value
         else:
-            check_sampling_field("vllm", name, value)
-    body: CompletionRequest = convert(fields, CompletionRequest, "sampling_params")
+            check_sampling_field("vllm", name, value, within)
+    body: CompletionRequest = convert(fields, CompletionRequest, within)
     return body
 
 

@@ -80,6 +80,7 @@ class Operation:
     answer: Any = None  # a type; str: plain text; None: no body
     errors: tuple[int, ...] = ANY
     generates: bool = False  # counts against the limit of requests in flight, and may answer with an event stream
+    restarts: bool = False  # an answer that moves to another worker starts anew, instead of being resumed
     answers_503: bool = False  # may answer 503, with the same body as 200
     answers_202: bool = False  # may answer 202, with the same body, before the operation is complete
     in_api: bool = True  # False: for browsers or for workers of other systems; left out of the API description

@@ -18,6 +18,7 @@ def named_by(
     answer: Any = Any,
     generates: bool = False,
     on_server: bool = True,
+    restarts: bool = False,
 ) -> Operation:
     return Operation(
         method=method,
@@ -30,4 +31,5 @@ def named_by(
         fan_out=fan_out,
         generates=generates,
         on_server=on_server,
+        restarts=restarts,
     )

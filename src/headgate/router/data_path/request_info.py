@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from headgate.contract.operations.table import RESTARTED
 from headgate.errors import RequestError
 from headgate.router.data_path.fast_path import PYTHON, Peek
 
@@ -40,13 +41,15 @@ class _Body(msgspec.Struct, gc=False):
     # fields that precede the prompt in what the model reads
     tools: msgspec.Raw = _NONE
     instructions: msgspec.Raw = _NONE
-    # the prompt, under the names that OpenAI, SGLang and vLLM give it
+    # the prompt, under the names that OpenAI, SGLang, vLLM and TRL give it
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     input: msgspec.Raw = _NONE
     text: msgspec.Raw = _NONE
     input_ids: msgspec.Raw = _NONE
     token_ids: msgspec.Raw = _NONE
+    prompts: msgspec.Raw = _NONE
+    sequences: msgspec.Raw = _NONE
 
 
 class RequestInfo(msgspec.Struct, frozen=True, gc=False):
@@ -59,7 +62,7 @@ class RequestInfo(msgspec.Struct, frozen=True, gc=False):
     prompt: bytes  # as sent, without its closing bracket or quote; empty if there is none
     chat: bool  # the prompt is a list of messages
     tokens: int  # estimated number of prompt tokens
-    logprobs: bool  # the answer has log-probabilities
+    logprobs: bool  # the answer has log-probabilities, or another reason why it cannot be resumed
     deadline_ms: float | None = None  # from the arrival to the last token
 
 
@@ -77,9 +80,8 @@ def read_request_info(
         model, stream, prompt, chat, tokens = known
         root = hash((path, model, b"", b"", None, tenant))
         prompts = 1 if chat else _prompts_in(prompt)
-        return RequestInfo(
-            model, stream, None, session.encode() if session else b"", prompts, root, prompt, chat, tokens, False
-        )
+        key, restarts = session.encode() if session else b"", path in RESTARTED
+        return RequestInfo(model, stream, None, key, prompts, root, prompt, chat, tokens, restarts)
     fields = _read(body)
     prompt = _prompt(fields)
     chat = _first(prompt) == b"{"
@@ -93,7 +95,9 @@ def read_request_info(
         prompt,
         chat,
         estimate_tokens(prompt),
-        fields.return_logprob is True or (bool(fields.logprobs) and bytes(fields.logprobs) not in _UNASKED),
+        fields.return_logprob is True
+        or (bool(fields.logprobs) and bytes(fields.logprobs) not in _UNASKED)
+        or path in RESTARTED,
         fields.deadline_ms,
     )
 
@@ -126,6 +130,7 @@ def _read(body: bytes) -> _Body:
 
 def _prompt(fields: _Body) -> bytes:
     raw = fields.messages or fields.prompt or fields.input or fields.text or fields.input_ids or fields.token_ids
+    raw = raw or fields.prompts or fields.sequences
     prompt = bytes(raw)
     return b"" if len(prompt) <= 4 and prompt in _EMPTY else prompt[:-1]
 

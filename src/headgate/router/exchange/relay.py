@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from headgate.config import RouteConfig
 from headgate.contract.journal import RAW_HEADER
+from headgate.contract.limits import MOST_CHOICES
 from headgate.edge.admission import Admission
 from headgate.errors import RequestError, Unavailable
 from headgate.protocol.command import PauseMode
@@ -42,7 +43,7 @@ from headgate.router.exchange.prefill import (
     prefill_name,
     request_ticket,
 )
-from headgate.router.exchange.reports import MOST_CHOICES, EndReport, WorkersFailed
+from headgate.router.exchange.reports import EndReport, WorkersFailed
 from headgate.router.exchange.retry_state import Progress, RetryBudget, RetryState, is_final
 from headgate.router.exchange.states import (
     ASKING,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from headgate.contract.journal import released, released_tokens
+from headgate.contract.limits import MOST_CHOICES
 from headgate.errors import RequestError, Unavailable
 from headgate.router.data_path.downstream import Downstream, HttpRequest
 from headgate.router.data_path.request_info import RequestInfo
@@ -20,8 +21,6 @@ from headgate.router.exchange.ending import DEADLINE, PAUSE, End, as_aborted, fi
 from headgate.router.exchange.journal import Journal
 from headgate.router.exchange.retry_state import RetryState
 from headgate.router.fleet.worker import Worker
-
-MOST_CHOICES = 1024  # in an end that the router composes
 
 
 class WorkersFailed(RequestError):
