@@ -19,7 +19,8 @@ import msgspec
 
 from headgate import __version__, cli
 from headgate import config as configs
-from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.accounting.metrics_page import MetricsPage
 from headgate.contract.compatible import COMPATIBLE, CompatibleField
 from headgate.contract.openapi import router_description, server_description
 from headgate.contract.operations.operation import ERRORS, AskAll, AskOne, Operation, Relay, RouterHandler

@@ -15,7 +15,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from headgate import __version__, cli
-from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.accounting.metrics_page import MetricsPage
 from headgate.api.app import ROUTES
 from headgate.api.server import FINAL_SEND_S
 from headgate.doctor import EXTRAS

@@ -18,7 +18,8 @@ from types import ModuleType
 import pytest
 
 from headgate import cli
-from headgate.api.accounting.metrics import MetricsPage, ServerMetrics
+from headgate.api.accounting.metrics import ServerMetrics
+from headgate.api.accounting.metrics_page import MetricsPage
 from headgate.cli.completion import nodes
 from headgate.contract.operations.operation import Access
 from headgate.contract.operations.table import OPERATIONS

@@ -58,6 +58,7 @@ async def test_a_finished_request_is_accounted_with_its_times_and_tokens(ledger,
         record.tokens(1)
         clock.now_s += 0.4
         record.tokens(2)
+        assert ledger.metrics.received_tokens == 3  # before the end
         finish(record)
     (usage,) = ended
     assert (usage.request_id, usage.tenant, usage.kind) == ("a", "alice", "chat")

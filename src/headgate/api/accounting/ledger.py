@@ -251,6 +251,7 @@ class Record:
             self._ledger.metrics.between_tokens.observe((now_s - before_s) / count, count)
         self._last_s[choice] = self.progress_s = now_s
         self._outputs[choice] = self._outputs.get(choice, 0) + count
+        self._ledger.metrics.received_tokens += count
 
     def finish(
         self,

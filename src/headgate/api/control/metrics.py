@@ -8,7 +8,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.accounting.metrics import MetricsPage, query_engines
+from headgate.api.accounting.metrics import query_engines
+from headgate.api.accounting.metrics_page import MetricsPage
 from headgate.api.host import host_of
 
 SCRAPE_TIMEOUT_S = 1.0  # an engine that takes longer is reported as down
