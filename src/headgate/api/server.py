@@ -34,6 +34,7 @@ from headgate.config import ServerConfig
 from headgate.contract.errors import error_body
 from headgate.contract.keys import Keys, is_loopback
 from headgate.contract.requests import UsageRecord
+from headgate.contract.trace_context import TraceContext
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
 from headgate.edge.sharing import Sharing
 from headgate.edge.sse import STALLED, TRANSPORT
@@ -421,5 +422,9 @@ def log_usage(usage: UsageRecord) -> None:
             "%s: %s after %.3f s (%s), %d + %d tokens, %d cached",
             *(usage.request_id, usage.finish_reason, usage.elapsed_s, usage.cause),
             *(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
-            extra={"fields": {"request_id": usage.request_id, "tenant": usage.tenant}},
+            extra={"fields": {"request_id": usage.request_id, "tenant": usage.tenant} | _trace_field(usage)},
         )
+
+
+def _trace_field(usage: UsageRecord) -> dict[str, str]:
+    return {"trace_id": trace_id} if (trace_id := TraceContext(usage.traceparent).trace_id) else {}

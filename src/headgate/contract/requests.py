@@ -43,6 +43,8 @@ class UsageRecord(msgspec.Struct, frozen=True):
     choices: tuple[ChoiceUsage, ...]
     tags: Mapping[str, str] = {}
     events: tuple[RequestEvent, ...] = ()
+    traceparent: str = ""  # the client's trace, if it sent a valid header
+    tracestate: str = ""
 
     @property
     def prompt_tokens(self) -> int:

@@ -41,14 +41,15 @@ class ResponseWriter:
         )
         self._clock = asyncio.get_running_loop().time
         self._sent_s = self._clock()
-        self.headers: list[tuple[bytes, bytes]] = []  # additional headers of an event stream
+        self.headers: list[tuple[bytes, bytes]] = []  # additional headers
         self.started = False
         self.ended = False
         self.given_back = False  # another server must continue the answer, so a retry must not replay it as complete
 
     async def send_json(self, body: bytes, status: int = 200) -> None:
         length = str(len(body)).encode()
-        await self._start(status, [(b"content-type", b"application/json"), (b"content-length", length)])
+        kind = (b"content-type", b"application/json")
+        await self._start(status, [kind, (b"content-length", length), *self.headers])
         self.ended = True
         await self._send({"type": "http.response.body", "body": body})
 

@@ -37,6 +37,7 @@ from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.engines import ChunkStream
 from headgate.contract.errors import QueueFull
 from headgate.contract.requests import ChoiceUsage, RequestEvent, UsageRecord
+from headgate.contract.trace_context import TraceContext
 from headgate.edge.sharing import Sharing
 from headgate.edge.sse import ClientGone, ResponseWriter
 from headgate.errors import DuplicateId, EngineDead, RequestError, Unavailable
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 HISTORY = 10_000  # usage records that are kept after the end of a request
 LONGEST_RETRY_S = 60
+NO_TRACE = TraceContext()
 PROBE = "probe"  # the kind of a request that checks whether the engines respond
 PREFILL = (
     "prefill"  # the kind of a request that computes the prompt of another one; it is not listed or counted itself
@@ -91,12 +93,21 @@ class Record:
         "streams",
         "tags",
         "tenant",
+        "trace",
         "usage",
         "writer",
     )
 
     def __init__(
-        self, ledger: Ledger, tenant: str, share: str, label: str, kind: str, choices: int, tags: Mapping[str, str]
+        self,
+        ledger: Ledger,
+        tenant: str,
+        share: str,
+        label: str,
+        kind: str,
+        choices: int,
+        tags: Mapping[str, str],
+        trace: TraceContext,
     ) -> None:
         self.tenant = tenant
         self.share = share  # the share of the places that it uses
@@ -104,6 +115,7 @@ class Record:
         self.kind = kind
         self.choices = choices
         self.tags = tags
+        self.trace = trace
         self.open = False
         self.accepted = False  # before the current pause, which then applies to it even while no engine has it
         self.usage: UsageRecord | None = None  # set at the end, unless the request was refused after its admission
@@ -342,10 +354,11 @@ class Ledger:
         kind: str,
         choices: int = 1,
         tags: Mapping[str, str] | None = None,
+        trace: TraceContext = NO_TRACE,
     ) -> Record:
         """A record for a request; entering it takes a place. `label` is the client's id, or one is generated."""
         named = label or f"req-{secrets.token_hex(16)}"
-        return Record(self, tenant, tenant if share is None else share, named, kind, choices, tags or {})
+        return Record(self, tenant, tenant if share is None else share, named, kind, choices, tags or {}, trace)
 
     @property
     def limit(self) -> int:
@@ -502,6 +515,8 @@ def _usage(record: Record, error: BaseException | None, elapsed_s: float) -> Usa
         choices=choices,
         tags=record.tags,
         events=tuple(record.events),
+        traceparent=record.trace.parent,
+        tracestate=record.trace.state,
     )
 
 

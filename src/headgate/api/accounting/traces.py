@@ -1,7 +1,7 @@
 """One OpenTelemetry span per request, if an endpoint is configured.
 
 The libraries are an optional extra and are imported only here. A span is created from the usage record when its request has
-ended, so it costs nothing while tokens are generated.
+ended, so it costs nothing while tokens are generated. Its parent is the client's span, if the request named one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from headgate.contract.requests import UsageRecord
+from headgate.contract.trace_context import PARENT, STATE
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,12 @@ def tracing(endpoint: str | None, model: str, version: str) -> Iterator[Trace | 
         yield None
         return
     try:
+        from opentelemetry.context import Context
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
     except ImportError:
         log.warning(
             "spans cannot be sent to %s: OpenTelemetry is not installed (pip install 'headgate[otel]')", endpoint
@@ -41,10 +44,14 @@ def tracing(endpoint: str | None, model: str, version: str) -> Iterator[Trace | 
     provider = TracerProvider(resource=Resource.create({"service.name": "headgate", "service.version": version}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_TIMEOUT_S)))
     tracer = provider.get_tracer("headgate", version)
+    propagator = TraceContextTextMapPropagator()
 
     def trace(usage: UsageRecord) -> None:
         start_ns = int(usage.arrived * NS)
-        span = tracer.start_span(f"{usage.kind} {model}", start_time=start_ns, attributes=attributes(usage, model))
+        parent = propagator.extract({PARENT: usage.traceparent, STATE: usage.tracestate}, Context())
+        span = tracer.start_span(
+            f"{usage.kind} {model}", context=parent, start_time=start_ns, attributes=attributes(usage, model)
+        )
         if usage.first_token_s is not None:
             span.add_event("first token", timestamp=start_ns + int(usage.first_token_s * NS))
         span.end(start_ns + int(usage.elapsed_s * NS))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from headgate.contract.load_report import HEADER as LOAD
 from headgate.edge.sse import TRANSPORT, ResponseWriter, WriterResponse, innermost
 from headgate.edge.tenant_store import TenantStore
 from headgate.errors import RequestError, Unavailable
@@ -113,9 +114,9 @@ class Recording:
 
 
 def _marked(message: Message) -> Message:
-    """Mark a replay in its headers: weights from before an update may have generated it."""
+    """Mark a replay in its headers: weights from before an update may have generated it. Its load report is outdated."""
     if message["type"] == "http.response.start":
-        message["headers"] = [*message.get("headers", ()), REPLAYED]
+        message["headers"] = [*(each for each in message.get("headers", ()) if each[0] != LOAD), REPLAYED]
     return message
 
 

@@ -16,19 +16,21 @@ from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.accounting.ledger import PREFILL, Record
+from headgate.api.accounting.ledger import NO_TRACE, PREFILL, Record
 from headgate.api.bodies import Charge
 from headgate.api.generate.answer_format import AnswerFormat, ResumableFormat
 from headgate.api.generate.export import ExportFormat
 from headgate.api.generate.generation import ChoiceJob, Piece, collect, run_all
 from headgate.api.generate.idempotency import replays_of
 from headgate.api.generate.journal import StreamJournal, WholeJournal, asked_at, seed_of
+from headgate.api.generate.load_header import LoadHeader, load_header_of
 from headgate.api.state import Api, api_of
 from headgate.contract.control import LEAST_VERSION_HEADER, version_in
 from headgate.contract.errors import NotFound
 from headgate.contract.journal import HEADER
 from headgate.contract.sampling import set_if_absent
 from headgate.contract.schema import Generation
+from headgate.contract.trace_context import PARENT, STATE, TraceContext, trace_context
 from headgate.edge.sse import ResponseWriter, WriterResponse
 from headgate.engine.moving_stream import DEADLINE_GRACE_S
 from headgate.errors import EngineDead, HeadgateError, RequestError
@@ -62,6 +64,8 @@ class RequestContext:
     client: str = ""  # address
     least_version: int = 0  # the oldest weight version that may answer it
     timeout_s: float | None = None  # from arrival
+    load_header: LoadHeader | None = None  # if the client requests it
+    trace: TraceContext = NO_TRACE
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -95,6 +99,8 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         client=f"{request.client.host}:{request.client.port}" if request.client else "",
         timeout_s=None if body.deadline_ms is None else body.deadline_ms / 1000,
         least_version=_least_version(request.headers.get(LEAST_VERSION_HEADER)),
+        load_header=load_header_of(request),
+        trace=trace_context(request.headers.getlist(PARENT), request.headers.getlist(STATE)),
     )
     if request.headers.get(PREFILL_HEADER) is not None and body.export_kv:
         kind = PREFILL
@@ -144,12 +150,15 @@ async def _serve(
             kind=kind,
             choices=choices,
             tags=context.tags,
+            trace=context.trace,
         ) as record:
             record.writer, writer.on_left = writer, partial(_left, api, context, record)
             jobs, answer_format = await _prepared(prepare, context, record)
             if context.recompute:
                 jobs = [replace(job, request=structs.replace(job.request, recompute=True)) for job in jobs]
             context.charge.release()
+            if context.stream or context.journal:
+                await _add_load(context, writer)
             if jobs[0].request.export_kv:
                 await _stream(api, record, jobs, ExportFormat(), writer)
             elif context.journal and (not context.stream or isinstance(answer_format, ResumableFormat)):
@@ -159,7 +168,9 @@ async def _serve(
             elif context.stream:
                 await _stream(api, record, jobs, answer_format, writer)
             else:
-                await writer.send_json(answer_format.whole(jobs, await collect(api, record, jobs)))
+                answer = answer_format.whole(jobs, await collect(api, record, jobs))
+                await _add_load(context, writer)
+                await writer.send_json(answer)
     except HeadgateError:
         if not writer.ended:
             raise
@@ -177,6 +188,11 @@ async def _prepared(
             return await prepare(context)
     except TimeoutError:
         raise Overdue("the deadline of this request passed before its prompt was tokenised") from None
+
+
+async def _add_load(context: RequestContext, writer: ResponseWriter) -> None:
+    if context.load_header is not None:
+        writer.headers += await context.load_header.now()
 
 
 def _left(api: Api, context: RequestContext, record: Record, cause: Cause) -> None:

@@ -18,6 +18,7 @@ import httptools
 import msgspec
 
 from headgate.contract.journal import RAW_HEADER
+from headgate.contract.load_report import HEADER as LOAD
 from headgate.router.data_path.fast_path import PYTHON, EventPipe, FastPath, answer_head
 from headgate.router.data_path.outbox import Outbox
 
@@ -292,6 +293,8 @@ class Pool:
         end = answer.find(b"\r\n\r\n")
         if not answer.startswith(OK) or end > LONGEST_KNOWN_HEAD or (b"transfer-encoding", b"chunked") not in headers:
             return
+        if any(name == LOAD for name, _ in headers):
+            return  # it differs in every answer
         if len(self.heads) >= MOST_KNOWN_HEADS:
             self.heads.clear()
         self.heads[answer_head(answer, end)] = KnownHead(headers, is_journalled(headers))

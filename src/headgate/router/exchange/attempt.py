@@ -32,6 +32,7 @@ from headgate.contract.journal import (
     split_withheld,
     withheld_ends,
 )
+from headgate.contract.load_report import HEADER as LOAD
 from headgate.router.data_path.fast_path import EventPipe, ReadWhole
 from headgate.router.data_path.request_info import RequestInfo
 from headgate.router.data_path.upstream import Headers, KnownHead, Upstream
@@ -141,6 +142,7 @@ class Attempt:
         "_form",
         "_headers",
         "_last",
+        "_load",
         "_pipe",
         "_read_whole",
         "_size",
@@ -164,6 +166,7 @@ class Attempt:
         self._read_whole = read_whole
         self._taken = taken
         self._headers: Headers = []
+        self._load: Headers = []  # the worker's load report, if the client has requested one
         self._form = WHOLE
         self._tail = b""  # an incomplete event
         self._last = b""  # the events passed on last
@@ -197,12 +200,14 @@ class Attempt:
                 self.journalled = True
             elif name == REPLAYED:
                 self._vetted = True
+            elif name == LOAD:
+                self._load = [(name, value)]
         if status != 200 or not streams:
             return
         if not exchange.info.stream and self.journalled:
             self._form = AnswerForm.JOURNALLED
             return
-        exchange.begin_stream(self.worker, STREAM_HEADERS if self.journalled else _streamed(headers))
+        exchange.begin_stream(self.worker, STREAM_HEADERS + self._load if self.journalled else _streamed(headers))
         self._form = AnswerForm.EVENTS if self.journalled else AnswerForm.FOREIGN_EVENTS
 
     def data(self, data: bytes) -> None:
@@ -343,7 +348,7 @@ class Attempt:
         if self._form is AnswerForm.WHOLE:
             return Answered(self.status, self._headers, b"".join(self._body))
         if self._form is AnswerForm.JOURNALLED:
-            return whole_answer(b"".join(self._body)) or Lost("its answer ended early")
+            return whole_answer(b"".join(self._body), self._load) or Lost("its answer ended early")
         if self._form is AnswerForm.EVENTS and not (self._last.endswith(DONE) or failed_with(self._last)):
             return Lost("its answer ended early")
         return Streamed()
@@ -406,10 +411,10 @@ def _events_end(data: bytes) -> int:
     return max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3) if b"\n\n" in data or b"\n\r\n" in data else 0
 
 
-def whole_answer(events: bytes) -> Answered | None:
-    """The whole answer at the end of a journal; None if it is missing."""
+def whole_answer(events: bytes, load: Headers | None = None) -> Answered | None:
+    """The whole answer at the end of a journal; None if it is missing. `load`: the worker's load report."""
     whole = last_data(events)
-    return None if whole is None else Answered(failed_with(events) or 200, JSON, whole)
+    return None if whole is None else Answered(failed_with(events) or 200, JSON + load if load else JSON, whole)
 
 
 def _streamed(headers: Headers) -> Headers:
