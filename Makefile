@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve up test test-all test-gpu test-clients test-ray check coverage kernels fuzz fuzz-inputs sanitize audit simulate mutants chaos soak docs wheel clean
+.PHONY: serve up test test-all test-gpu test-clients test-frameworks test-ray check coverage kernels fuzz fuzz-inputs sanitize audit simulate mutants chaos soak docs wheel clean
 
 # Serve a model: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -31,6 +31,11 @@ test-clients: $(READY)
 	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q litellm langchain-openai schemathesis
 	$(BIN)/python tests/clients/run.py $(CLIENTS)/bin/python $(or $(EXAMPLES),30)
+
+# Released routers, load generators and trainers' clients, unchanged, each in a separate environment in .venv-frameworks:
+# `make test-frameworks`, or `make test-frameworks ONLY=sglang-router`.
+test-frameworks: $(READY)
+	$(BIN)/python -m tests.frameworks.run $(ONLY)
 
 # A fleet on a real Ray cluster of several nodes on loopback, in a separate environment that adds Ray to ours.
 RAY := .venv-ray

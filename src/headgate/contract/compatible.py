@@ -72,7 +72,9 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("return_routed_experts", (*CHOICES, "sglang", "vllm"), EXPERTS, (False,)),
     *_fields("routed_experts_prompt_start", (*CHOICES, "vllm"), EXPERTS, None),
     *_fields("routed_experts_start_len", ("sglang",), EXPERTS, None),
-    *_fields("return_indexer_topk return_entropy return_prompt_token_ids", ("sglang",), OUTPUT, (False,)),
+    *_fields(
+        "return_bytes return_indexer_topk return_entropy return_prompt_token_ids", ("sglang",), OUTPUT, (False,)
+    ),
     *_fields("return_prompt_text", CHOICES, OUTPUT, (False,)),
     *_fields("return_cached_tokens_details", CHOICES, "`usage` has the cached tokens", None),
     *_fields("token_ids_logprob", ("sglang",), TOKENS),

@@ -1,0 +1,118 @@
+"""Runs released frameworks, unchanged, against Headgate servers: `python -m tests.frameworks.run [NAME ...]`.
+
+Each framework has an environment of its own in `.venv-frameworks`, two servers of its own and a deadline. Servers serve
+a tiny model on loopback. Exits non-zero if a check has failed. A framework that this machine cannot run is reported as
+such, and is not counted as passed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headgate.testing.tiny import tiny_model
+from tests.clients.run import started
+from tests.frameworks.clients import checks
+from tests.frameworks.clients.checks import MODEL
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".venv-frameworks"
+CONTEXT = 32768
+DEADLINE_S = 900
+
+Result = Literal["passed", "FAILED", "not runnable here"]
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What is installed from the package index, and whether its environment also sees Headgate and its packages."""
+
+    name: str
+    packages: tuple[str, ...]
+    with_ours: bool = False
+
+    @property
+    def python(self) -> Path:
+        return ENVIRONMENTS / self.name / "bin/python"
+
+    @property
+    def module(self) -> str:
+        return f"tests.frameworks.clients.{self.name.replace('-', '_')}"
+
+
+FRAMEWORKS = (
+    Framework("sglang-router", ("sglang-router",)),
+    Framework("vllm-router", ("vllm-router",)),
+)
+
+
+def main(*names: str) -> int:
+    if unknown := set(names) - {each.name for each in FRAMEWORKS}:
+        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(each.name for each in FRAMEWORKS)}")
+    results = {each.name: tried(each) for each in FRAMEWORKS if not names or each.name in names}
+    for name, result in results.items():
+        print(f"{name}: {result}")
+    return "FAILED" in results.values()
+
+
+def tried(framework: Framework) -> Result:
+    install(framework)
+    try:
+        with tempfile.TemporaryDirectory(prefix="frameworks-") as folder, two_servers(Path(folder)) as (model, urls):
+            return outcome([str(framework.python), "-m", framework.module, str(model), *urls], Path(folder, "log"))
+    except SystemExit as error:  # a server has logged an error
+        print(error)
+        return "FAILED"
+
+
+@contextmanager
+def two_servers(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Two servers of one model; the folder of the model and the addresses."""
+    model = tiny_model(folder / "model", max_position_embeddings=CONTEXT)
+    serve = ("serve", str(model), "--served-name", MODEL, "--port", "0", "--device", "cpu", "--kv-blocks", "4096")
+    with ExitStack() as stack:
+        yield model, [stack.enter_context(started(folder / f"server-{i}", *serve)).url for i in range(2)]
+
+
+def outcome(command: list[str], log: Path) -> Result:
+    """The checks print their lines here; what frameworks log is shown after a failure."""
+    with log.open("w") as output:
+        try:
+            status = subprocess.run(command, cwd=ROOT, stderr=output, timeout=DEADLINE_S).returncode
+        except subprocess.TimeoutExpired:
+            print(f"not done after {DEADLINE_S} s")
+            status = checks.FAILED
+    match status:
+        case 0:
+            return "passed"
+        case checks.NOT_RUNNABLE:
+            return "not runnable here"
+    print(log.read_text(errors="replace")[-8000:])
+    return "FAILED"
+
+
+def install(framework: Framework) -> None:
+    """Create the environment once; it is complete when its marker exists."""
+    folder = ENVIRONMENTS / framework.name
+    marker = folder / ".ready"
+    wanted = "\n".join(framework.packages)
+    if marker.exists() and marker.read_text() == wanted:
+        return
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    if framework.with_ours:
+        packages = folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+        ours = sysconfig.get_path("purelib")
+        (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    subprocess.run([framework.python, "-m", "pip", "install", "-q", *framework.packages], check=True)
+    marker.write_text(wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
