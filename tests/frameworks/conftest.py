@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from headgate.testing.tiny import tiny_model
 from tests.api.conftest import patience
 from tests.api.live import LiveServer, live_server
 from tests.api.test_abort import idle
-from tests.router.fleets import LiveRouter, live_router
+from tests.router.fleets import LiveRouter, live_router, wait_until
 
 __all__ = ["patience"]
 
@@ -88,3 +90,21 @@ def clean(server: LiveServer) -> Iterator[None]:
     server.post("/v1/wakeup", None)
     server.post("/v1/resume", None)
     asyncio.run(idle(server))
+
+
+@contextmanager
+def held_request(
+    server: LiveServer, target: Target, path: str, body: dict[str, Any]
+) -> Iterator[Future[httpx.Response]]:
+    """A long request that has begun and cannot end by itself, because its engine is frozen; its answer."""
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(20):
+            answer = threads.submit(target.post, path, body)
+            wait_until(lambda answer=answer: server.status().running == 1 or answer.done())
+            server.post("/v1/pause", {"mode": "freeze", "new_requests": "queue"})
+            if server.status().running == 1:
+                break
+            server.post("/v1/resume", None)  # it has ended before the pause
+        yield answer
+        server.post("/v1/resume", None)
+        target.post("/v1/abort_requests", {"abort_all": True})

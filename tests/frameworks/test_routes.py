@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.api.live import LiveServer
-from tests.frameworks.conftest import CONTEXT, Target
+from tests.frameworks.conftest import CONTEXT, Target, held_request
 from tests.router.fleets import wait_until
 
 LONG = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True, "temperature": 0}}
@@ -19,18 +19,8 @@ LONG = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4000, "ignore
 
 @pytest.fixture
 def held(server: LiveServer, target: Target) -> Iterator[Future[httpx.Response]]:
-    """A request that has begun and cannot end by itself, because its engine is frozen; its answer."""
-    with ThreadPoolExecutor(1) as threads:
-        for _ in range(20):
-            answer = threads.submit(target.post, "/generate", LONG | {"rid": "long"})
-            wait_until(lambda answer=answer: server.status().running == 1 or answer.done())
-            server.post("/v1/pause", {"mode": "freeze", "new_requests": "queue"})
-            if server.status().running == 1:
-                break
-            server.post("/v1/resume", None)  # it has ended before the pause
+    with held_request(server, target, "/generate", LONG | {"rid": "long"}) as answer:
         yield answer
-        server.post("/v1/resume", None)
-        target.post("/abort_request", {"abort_all": True})
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])

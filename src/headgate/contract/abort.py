@@ -25,7 +25,7 @@ AbortCause = Literal["api_abort", "pause", "superseded"]
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of `abort_all`, `req_ids` and `tags` selects the requests."""
+    """Exactly one of `abort_all`, `req_ids` and `tags` selects the requests; `req_ids` beside `abort_all` is ignored."""
 
     abort_all: bool = False
     req_ids: Annotated[list[Id], Meta(min_length=1, max_length=MOST_NAMES)] | None = None
@@ -65,6 +65,9 @@ def abort_of(raw: dict[str, Any]) -> AbortRequest:
     """Validate the body of an abort call."""
     if "stop_all" in raw:
         raise RequestError("stop_all is called abort_all here", param="stop_all", code="unknown_parameter")
+    if raw.get("abort_all") is True and "req_ids" in raw:  # as FastDeploy's clients send it: all wins
+        convert(raw["req_ids"], list[str] | None, "req_ids")
+        raw = {name: value for name, value in raw.items() if name != "req_ids"}
     body: AbortRequest = convert(raw, AbortRequest, "")
     ways = [body.abort_all, body.req_ids is not None, body.tags is not None]
     if sum(ways) != 1:

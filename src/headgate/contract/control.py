@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from headgate.contract.decoding import convert
 from headgate.contract.journal import VERSION_DIGITS
 from headgate.contract.limits import Count, Seconds
 from headgate.contract.tickets import Version
@@ -49,6 +50,7 @@ class ControlBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class PauseRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     mode: PauseMode = "abort"
     new_requests: Literal["reject", "queue"] = "reject"
+    clear_cache: bool | UnsetType = UNSET  # then also drop cached prefixes; unset is not sent, for older workers
 
 
 class GroupSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +96,16 @@ class MemoryRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     tags: Annotated[tuple[Tag, ...], Meta(min_length=1)] = TAGS
 
 
+def memory_of(raw: dict[str, Any], query: Mapping[str, str]) -> MemoryRequest:
+    """The body of a sleep or wake-up. FastDeploy's clients send `?tags=weight,kv_cache` instead."""
+    if (names := query.get("tags")) is not None:
+        if "tags" in raw:
+            raise RequestError("give tags in the body or in the query, not in both", param="tags")
+        raw = raw | {"tags": ["weights" if name == "weight" else name for name in names.split(",")]}
+    body: MemoryRequest = convert(raw, MemoryRequest, "")
+    return body
+
+
 class EngineOutcome(msgspec.Struct, kw_only=True):
     engine: Count
     state: str  # the state of the engine, or "down"
@@ -119,7 +131,7 @@ class FleetResult(msgspec.Struct, kw_only=True):
     elapsed_s: float | UnsetType = UNSET
     # only for an update
     checksum: dict[str, str] | UnsetType = UNSET
-    # only for a flush
+    # only for a flush, and for a pause that clears the cache
     blocks: Count | UnsetType = UNSET
 
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from headgate.contract.abort import AbortRequest, abort_of
-from headgate.contract.control import DRAIN_S, ControlBody, FleetUpdate, MemoryRequest, PauseRequest
+from headgate.contract.control import DRAIN_S, ControlBody, FleetUpdate, PauseRequest, memory_of
 from headgate.contract.decoding import convert
 from headgate.contract.errors import RETRY_AFTER_S, NotFound, error_body, error_headers
 from headgate.contract.fleet import Joining, ScaleRequest
@@ -181,11 +181,11 @@ class ControlPlane:
         return _control_answer(request, await self.weights.update(body, CallerHeaders.of(request)))
 
     async def _sleep(self, request: Request) -> Response:
-        body = await read_control(request, MemoryRequest)
+        body = memory_of(await read_object(request), request.query_params)
         return _control_answer(request, await self.controls.sleep(body, CallerHeaders.of(request)))
 
     async def _wakeup(self, request: Request) -> Response:
-        body = await read_control(request, MemoryRequest)
+        body = memory_of(await read_object(request), request.query_params)
         return _control_answer(request, await self.controls.wake(body, CallerHeaders.of(request)))
 
     async def _flush_cache(self, request: Request) -> Response:

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -30,16 +31,16 @@ from headgate.contract.control import (
     ControlBody,
     EngineOutcome,
     FleetResult,
-    MemoryRequest,
     PauseRequest,
     Refusal,
     UpdateRequest,
+    memory_of,
     overall,
     source_of,
 )
 from headgate.contract.orders import UNORDERED, Order, Orders
 from headgate.contract.tickets import NEWEST_VERSION
-from headgate.edge.reading import read_control
+from headgate.edge.reading import read_control, read_object
 from headgate.edge.responses import json_response
 from headgate.engine.moving_stream import Place
 from headgate.engine.replicas import finds_accepted
@@ -69,6 +70,7 @@ T = TypeVar("T")
 
 MARGIN_S = 0.7  # after the timeout: time for an engine to end the remaining requests, and for the call to be answered
 QUERY_TIMEOUT_S = 2.0
+LEAST_FLUSH_S = 0.1  # also if a pause has used all its time
 NOTIFY_S = 2.0  # for clients of aborted requests to receive the end, before the caller is answered
 
 
@@ -361,8 +363,27 @@ def controls_of(request: Request) -> Controls:
 
 async def pause(request: Request) -> Response:
     body = await read_control(request, PauseRequest)
-    command = Pause(body.mode, body.new_requests == "queue", body.timeout)
-    return answer(request, await controls_of(request).pause(command, Order.of(request.headers)))
+    command, controls = Pause(body.mode, body.new_requests == "queue", body.timeout), controls_of(request)
+    result = await controls.pause(command, Order.of(request.headers))
+    if body.clear_cache is True:
+        await _clear_cache(controls, result, body.timeout)
+    return answer(request, result)
+
+
+async def _clear_cache(controls: Controls, result: FleetResult, timeout_s: float) -> None:
+    """Drop cached prefixes after a pause, and add the outcome to the result of the pause."""
+    assert isinstance(result.elapsed_s, float)
+    try:
+        flushed = await controls.flush(max(timeout_s - result.elapsed_s, LEAST_FLUSH_S))
+    except HeadgateError as error:  # the engines are paused all the same
+        outcomes = {engine.engine: replace(engine, error=str(error)) for engine in result.engines}
+    else:
+        outcomes = {engine.engine: engine for engine in flushed.engines}
+        result.blocks = flushed.blocks
+    for engine in result.engines:
+        engine.blocks = outcomes[engine.engine].blocks
+        if engine.error is UNSET:
+            engine.error = outcomes[engine.engine].error
 
 
 async def resume(request: Request) -> Response:
@@ -388,12 +409,12 @@ async def update_weights(request: Request) -> Response:
 
 
 async def sleep(request: Request) -> Response:
-    body = await read_control(request, MemoryRequest)
+    body = memory_of(await read_object(request), request.query_params)
     return answer(request, await controls_of(request).sleep(body.tags, body.timeout))
 
 
 async def wakeup(request: Request) -> Response:
-    body = await read_control(request, MemoryRequest)
+    body = memory_of(await read_object(request), request.query_params)
     return answer(request, await controls_of(request).wake(body.tags, body.timeout))
 
 

@@ -92,6 +92,9 @@ class FleetControls:
         result.aborted = ended + sum(each.aborted or 0 for each in results)
         result.finished = sum(each.finished or 0 for each in results)
         result.forced = [id for each in results for id in each.forced or ()]
+        if body.clear_cache is True:
+            self.forget_prefixes(reply.worker for reply in replies if reply.ok)
+            result.blocks = sum(each.blocks or 0 for each in results)
         result.elapsed_s = round(self._router.loop.time() - began_s, 6)
         return require_all(result, replies)
 
