@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -17,7 +20,7 @@ from tests.api.clients import COMPLETIONS, Heard, asking
 from tests.api.clients import stream as read
 from tests.api.live import LiveServer
 from tests.api.serving import wait_until
-from tests.router.fleets import FakeWorker, fake_worker, live_router
+from tests.router.fleets import FakeWorker, LiveRouter, fake_worker, live_router
 
 ABORT = "/v1/abort_requests"
 
@@ -148,6 +151,89 @@ def test_2_a_workers_report_does_not_count_for_a_request_at_another_worker():
         told = router.post(ABORT, {"abort_all": True, "timeout": 60}).json()["result"]
         assert len(claimant.asked(ABORT)) == 1 and asked.result(60).status_code == 200
         assert (told["aborted"], told["already_finished"], told["errors"]) == ([], ["one"], [])
+
+
+REFUSED = 503, {"error": {"message": "paused", "code": "paused"}}
+
+
+@dataclass
+class Transit:
+    """A router whose first worker is asked to end a request before that request arrives there. The second one is ready."""
+
+    router: LiveRouter
+    first: FakeWorker
+    second: FakeWorker
+    abort: Future[httpx.Response]
+    answer: Future[httpx.Response]
+    report: threading.Event  # lets the first worker report that it has ended the request
+    refuse: threading.Event  # lets it refuse the request as paused, so that the router tries the second one
+
+
+@contextmanager
+def arriving_during_an_abort(body: dict[str, Any]) -> Iterator[Transit]:
+    with (
+        fake_worker() as first,
+        fake_worker() as second,
+        live_router(first.url) as router,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        report, refuse, called, plain = threading.Event(), threading.Event(), threading.Event(), first.answer
+
+        def answer(method: str, path: str, body: dict[str, Any], order: Order) -> tuple[int, Any]:
+            if path == ABORT:
+                called.set()
+                report.wait(60)
+            elif path == COMPLETIONS:
+                refuse.wait(60)
+                return REFUSED
+            return plain(method, path, body, order)
+
+        first.answer = answer  # type: ignore[method-assign]
+        telling(first, "one")
+        abort = threads.submit(router.post, ABORT, body | {"timeout": 60})
+        assert called.wait(60)
+        answered = threads.submit(router.post, COMPLETIONS, {"prompt": "x", "request_id": "one"})
+        wait_until(
+            lambda: ("", "one", 0) in router.router.live and router.router.live["", "one", 0].worker is not None
+        )
+        router.post("/v1/workers", {"url": second.url})
+        wait_until(lambda: router.router.fleet.find(second.url).state == "ready")
+        yield Transit(router, first, second, abort, answered, report, refuse)
+
+
+ABORTS = [{"abort_all": True}, {"req_ids": ["one"]}]
+
+
+@pytest.mark.parametrize("body", ABORTS, ids=["all", "named"])
+def test_2_a_request_that_its_worker_ended_before_the_router_knew_of_it_is_not_resumed(body: dict[str, Any]):
+    """Regression: it was reported as aborted, and the second worker answered it, because the first was also paused."""
+    with arriving_during_an_abort(body) as transit:
+        transit.report.set()
+        wait_until(lambda: transit.router.router.live["", "one", 0].ending)
+        transit.refuse.set()
+        assert transit.answer.result(60).json()["choices"][0]["cause"] == "api_abort"
+        assert not transit.second.asked(COMPLETIONS)
+        told = transit.abort.result(60).json()["result"]
+        # The end reaches the client while the call waits for it, or shortly after.
+        assert [each["request_id"] for each in told["aborted"] + told["errors"]] == ["one"]
+
+
+@pytest.mark.parametrize("body", ABORTS, ids=["all", "named"])
+@pytest.mark.parametrize("ended", [True, False], ids=["and has ended", "and continues"])
+def test_2_a_report_on_a_request_that_has_moved_to_another_worker_is_discarded(body: dict[str, Any], ended: bool):
+    with arriving_during_an_abort(body) as transit:
+        finish = threading.Event()
+        transit.second.late[COMPLETIONS] = lambda: ended or finish.wait(60)
+        transit.refuse.set()
+        wait_until(lambda: transit.router.router.counters.retries == 1)
+        if ended:
+            assert transit.answer.result(60).status_code == 200
+        transit.report.set()
+        told = transit.abort.result(60).json()["result"]
+        named = [] if "abort_all" in body else ["one"]
+        assert (told["aborted"], told["errors"], told["not_found"]) == ([], [], named)
+        finish.set()
+        assert transit.answer.result(60).status_code == 200 and len(transit.second.asked(COMPLETIONS)) == 1
 
 
 def test_18_a_pause_that_aborts_gets_the_partial_answer_from_a_removed_worker():

@@ -489,6 +489,17 @@ def test_24_a_rolling_update_does_not_resume_a_worker_that_another_router_has_pa
 
 
 # In the last ten cases, the simulation or its judge was wrong.
+def test_44_a_prefill_worker_removed_right_after_a_request_was_placed_fails_no_request(run_plan):
+    """It left the fleet before the request took its share of the load, and the client received internal_error."""
+    late = request("a", 0.6, prompt=[3, *range(20, 60)])
+    late.prompt = tuple(late.body["prompt"])
+    held = action(0.5, "stop_server", "router", duration_s=1.0)  # both arrive in one iteration of its event loop
+    roles = {"roles": ("prefill", "decode"), "kv": KvSettings(disaggregate_tokens=4)}
+    report, _ = run_plan([late], held, action(0.6, "remove", "server0"), **roles)
+    assert not report.failures
+    assert report.ends == {"max_tokens": 1}
+
+
 LATEST = {
     677900124: "an attempt that its router has superseded is not kept under its Idempotency-Key",
     677903472: "a request that moved and ended while workers were listed is not listed by both",
@@ -516,6 +527,7 @@ LATEST = {
     749408475: "no server has weights: an update failed at one, and the other restarted with old ones",
     2196408953: "an operator's abort ends the requests of all tenants that use the id",
     218994093759: "a worker whose engine was killed is down while another worker's answers are forged",
+    255086519796: "an abort ends a request that arrived during the call, although its worker was also paused",
 }
 
 

@@ -165,7 +165,8 @@ class Router:
         if self.live.get(exchange.key) is exchange:
             del self.live[exchange.key]
             if exchange.departures:
-                self.moved.keep(exchange.tenant, exchange.id, MovedRequest(exchange.began, exchange.departures))
+                moved = MovedRequest(exchange.began, self.loop.time(), exchange.departures)
+                self.moved.keep(exchange.tenant, exchange.id, moved)
             if self.draining and not self.live:
                 self._emptied.set()
 

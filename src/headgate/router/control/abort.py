@@ -87,7 +87,8 @@ async def abort(router: Router, body: AbortRequest, caller: Caller, headers: Cal
         targets = _matching(router, caller, body.tags)
     else:
         targets, unknown = _named(router, caller, body.req_ids)
-    due_s = router.loop.time() + body.timeout
+    began_s = router.loop.time()
+    due_s = began_s + body.timeout
     _end_here(targets, body.cause)
     merged = MergedAborts(_holders(targets))
     # Concurrent with the calls, because the workers wait for the same clients.
@@ -97,10 +98,11 @@ async def abort(router: Router, body: AbortRequest, caller: Caller, headers: Cal
         if body.req_ids is None and (left_s := due_s - router.loop.time()) > 0:
             # By id, because a worker reports the ids that it does not know.
             await _ask_workers(router, _ids_by_worker(_unreported(targets, merged)), body, headers, left_s, merged)
-        overtaken = _end_overtaken(targets, merged.unknown)
+        late = _end_overtaken(targets, merged.unknown)
+        targets += (arrived := _end_arrived(router, caller, merged, targets, body.cause, began_s))
         if body.wait:
             await waiting
-            await _wait_ended(overtaken, LEAST_S)
+            await _wait_ended([*late, *arrived], LEAST_S)
     finally:
         waiting.cancel()
     return merged.result(body, targets, unknown)
@@ -143,6 +145,43 @@ def _end_overtaken(targets: Iterable[RoutedTarget], unknown: Collection[str]) ->
     for target in overtaken:
         target.exchange.end()
     return overtaken
+
+
+def _end_arrived(
+    router: Router,
+    caller: Caller,
+    merged: MergedAborts,
+    known: Iterable[RoutedTarget],
+    cause: AbortCause,
+    since_s: float,
+) -> list[RoutedTarget]:
+    """Requests that reached this router during the call, and that their worker reports to have ended.
+
+    They are marked as ending, so that they are not resumed elsewhere. A report on a request that has already left the
+    worker is discarded: a pause or a shutdown had ended it there, and it continues.
+    """
+    names, tenants, arrived = {target.name for target in known}, tenants_of(router, caller), list[RoutedTarget]()
+    for name, enders in [(name, urls) for name, urls in merged.enders.items() if name not in names]:
+        found = find(router, tenants, name)
+        at_enders = [
+            each for each in found if each.exchange.worker is not None and each.exchange.worker.url in enders
+        ]
+        if not at_enders and enders <= _left_workers(router, caller, name, found, since_s):
+            merged.discard(name)
+        arrived += at_enders
+    _end_here(arrived, cause)
+    return arrived
+
+
+def _left_workers(
+    router: Router, caller: Caller, name: str, found: Iterable[RoutedTarget], since_s: float
+) -> set[str]:
+    """The addresses of workers that a request of this name has left, if it is in the router or was after `since_s`."""
+    departures = [each for target in found for each in target.exchange.departures]
+    moved = router.moved.get(name, None if caller.admin else caller.tenant)
+    if moved is not None and moved.ended_s >= since_s:
+        departures += moved.departures
+    return {departure.worker for departure in departures}
 
 
 def _ids_to_end(
@@ -248,6 +287,7 @@ class MergedAborts:
         self.unknown: set[str] = set()  # at the workers that were asked
         self.errors: dict[str, AbortError] = {}
         self.accepted: dict[str, None] = {}
+        self.enders: defaultdict[str, set[str]] = defaultdict(set)  # addresses of workers that have ended it, or will
 
     def reports_on(self, name: str) -> bool:
         """Whether a worker has or had the request."""
@@ -268,10 +308,18 @@ class MergedAborts:
         for each in report.aborted:
             if counts(each.request_id):
                 self.aborted.setdefault(each.request_id, []).append(each.output_token_count)
+                self.enders[each.request_id].add(url)
         self.finished |= set(filter(counts, report.already_finished))
         self.unknown |= set(filter(counts, report.not_found))
         self.errors |= {error.request_id: error for error in report.errors if counts(error.request_id)}
-        self.accepted |= dict.fromkeys(filter(counts, report.accepted or ()))
+        for name in filter(counts, report.accepted or ()):
+            self.accepted[name] = None
+            self.enders[name].add(url)
+
+    def discard(self, name: str) -> None:
+        """Discard what workers have reported on a request that has left them."""
+        self.aborted.pop(name, None)
+        self.accepted.pop(name, None)
 
     def result(
         self, body: AbortRequest, targets: Sequence[RoutedTarget], unknown: Collection[str]

@@ -458,12 +458,14 @@ class Exchange:
 
     def _prefill(self) -> None:
         self.overtaken = False
-        self._wait_for(self._prefilled)
-
-    async def _prefilled(self) -> Callable[[], None]:
-        router, worker = self.router, self._placed_at.prefill
+        worker = self._placed_at.prefill
         assert worker is not None
-        prefill = self.prefill_request = PrefillRequest(router.fleet.taking(worker, self.info.tokens))
+        # Its share of the load is taken at once: a worker without any leaves the fleet as soon as it is removed.
+        prefill = self.prefill_request = PrefillRequest(self.router.fleet.taking(worker, self.info.tokens))
+        self._wait_for(partial(self._prefilled, prefill))
+
+    async def _prefilled(self, prefill: PrefillRequest) -> Callable[[], None]:
+        router, worker = self.router, prefill.worker
         try:
             request, timeout_s = self._prefill_request_to(worker), router.config.ticket_timeout_s
             self._ticket = await request_ticket(prefill, router.fleet.pool(worker), request, timeout_s)

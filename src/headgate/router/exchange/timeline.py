@@ -33,6 +33,7 @@ class MovedRequest(msgspec.Struct, frozen=True):
     """A request that has moved and ended."""
 
     began: float  # seconds since 1970
+    ended_s: float  # on the router's clock
     departures: tuple[Departure, ...]
 
 
