@@ -158,7 +158,7 @@ def routed(operation: Operation) -> str:
         case Relay():
             return "relayed to one worker"
         case RouterHandler():
-            return "answered for the fleet" if operation.on_server else "only there"
+            return "answered for the fleet" if operation.on_server else "routers only"
         case AskOne():
             return "answered by any worker"
         case AskAll():
@@ -362,7 +362,8 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "`GET /metrics` returns these in Prometheus format, along with metrics of the process (`process_…`).",
+        "`GET /metrics` of a server returns these in Prometheus format, along with metrics of the process",
+        "(`process_…`). Those of a router are listed in [its guide](../router.md#metrics).",
         "",
     ]
     lines += ["| metric | kind | labels | |", "|---|---|---|---|"]

@@ -57,6 +57,11 @@ def leases(rule: str, old: str, new: str) -> Mutant:
 
 
 MUTANTS = [
+    admission(
+        "an adapter that is not loaded is refused",
+        "if adapter and adapter not in self._limits.adapters:",
+        "if False:",
+    ),
     scheduler(
         "rows wait for holds",
         "        if seq.holds:\n            self.leaving.add(seq)\n            return\n",

@@ -88,7 +88,7 @@ def test_the_next_turn_of_a_conversation_hits_prompt_and_answer():
 
 @pytest.mark.parametrize("field", ["salt", "adapter"])
 def test_tenants_and_adapters_do_not_share_blocks(field):
-    engine = Engine()
+    engine = Engine(adapters=frozenset("ab"))
     engine.add(1, prompt=[*range(9)], max_tokens=1, **{field: "a"})
     engine.run()
     engine.add(2, prompt=[*range(9)], max_tokens=1, **{field: "b"})
@@ -96,6 +96,19 @@ def test_tenants_and_adapters_do_not_share_blocks(field):
     engine.add(3, prompt=[*range(9)], max_tokens=1, **{field: "a"})
     engine.run()
     assert [engine.ended[id].cached_tokens for id in (1, 2, 3)] == [0, 0, 8]
+
+
+def test_the_device_receives_the_adapter_of_a_sequence():
+    engine = Engine(adapters=frozenset("a"))
+    engine.add(1, prompt=4, adapter="a")
+    engine.add(2, prompt=4)
+    assert [join.adapter for join in engine.launch().joins] == ["a", ""]
+
+
+def test_an_adapter_that_is_not_loaded_is_refused_by_name():
+    engine = Engine(adapters=frozenset("a"))
+    with pytest.raises(RequestError, match="the adapter 'b' is not loaded"):
+        engine.add(1, prompt=4, adapter="b")
 
 
 def test_run_ahead_plans_a_step_whose_token_is_not_known_yet():

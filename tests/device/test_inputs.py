@@ -133,6 +133,15 @@ def test_a_new_sequence_overwrites_its_row():
     assert not len(rows.stop_ids[0])
 
 
+def test_a_row_has_the_number_of_its_adapter():
+    rows = Rows(max_rows=3, max_context=16, block_size=4, vocab_size=10, adapters=("a", "b"))
+    joins = [Join(row, (1,), 1, GREEDY, (row + 1,), adapter) for row, adapter in enumerate(("b", "", "a"))]
+    rows.apply(step_plan(0, [], joins=tuple(joins)))
+    assert rows.adapters.tolist() == [2, 0, 1]
+    rows.apply(step_plan(1, [], joins=(Join(0, (1,), 1, GREEDY, (4,)),)))
+    assert rows.adapters.tolist() == [0, 0, 1]
+
+
 def test_a_table_never_grows_into_the_next_row():
     rows = Rows(max_rows=2, max_context=16, block_size=4, vocab_size=10)
     with pytest.raises(AssertionError, match="row 0 has 5 blocks; its table holds 4"):

@@ -576,7 +576,7 @@ def test_74_a_rescheduled_answer_waits_for_room_and_is_recomputed_by_the_only_wo
     run(main())
 
 
-@pytest.mark.parametrize("cut", [Fault("cut_reset", at=2), Fault("withheld", at=2)], ids=["lost", "withheld"])
+@pytest.mark.parametrize("cut", [Fault("cut", at=2), Fault("withheld", at=2)], ids=["lost", "withheld"])
 def test_an_answer_that_has_begun_waits_for_a_place_at_a_full_worker(cut: Fault, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.02)
 

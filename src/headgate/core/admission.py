@@ -41,6 +41,7 @@ class AdmissionChecks:
         tokens = [*request.prompt, *request.generated]
         packed = array("I", tokens)
         self._check_token_ids(packed)
+        self._check_adapter(request.adapter)
         return Sequence(
             request=request,
             tokens=tokens,
@@ -59,6 +60,10 @@ class AdmissionChecks:
             raise RequestError(
                 f"token id {found} is outside the vocabulary of {self._limits.vocab_size}", param="prompt"
             )
+
+    def _check_adapter(self, adapter: str) -> None:
+        if adapter and adapter not in self._limits.adapters:
+            raise RequestError(f"the adapter {adapter!r} is not loaded", param="adapter")
 
     def _token_limit(self, request: GenerateRequest) -> int:
         """How many tokens the sequence may have, prompt and answer together."""

@@ -34,8 +34,10 @@ class StepDraft:
         if seq.shown:
             self.grown.append((seq.row, tuple(seq.blocks[seq.shown :])))
         else:
-            request = seq.request
-            self.joins.append(Join(seq.row, tuple(seq.tokens), seq.prompt_len, request.sampling, tuple(seq.blocks)))
+            request, blocks = seq.request, tuple(seq.blocks)
+            self.joins.append(
+                Join(seq.row, tuple(seq.tokens), seq.prompt_len, request.sampling, blocks, request.adapter)
+            )
         seq.shown = len(seq.blocks)
 
     def plan(self, step: int, version: int) -> StepPlan:

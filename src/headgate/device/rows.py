@@ -71,6 +71,7 @@ class Rows:
         block_size: int,
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
+        adapters: tuple[str, ...] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self.max_rows = max_rows
@@ -82,8 +83,10 @@ class Rows:
         self.tokens = torch.zeros(max_rows, max_context + 1, dtype=torch.int32, device=device)
         self.tables = torch.zeros(max_rows, -(-max_context // block_size), dtype=torch.int32, device=device)
         self.sampling: Records = np.zeros(max_rows, dtype=RECORD)
+        self.adapters: npt.NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)  # 0: the base model
         self.stop_ids: list[Ints] = [_NO_IDS] * max_rows
         self.bias: list[tuple[Ints, npt.NDArray[np.float32]]] = [(_NO_IDS, _NO_BIAS)] * max_rows
+        self._adapter_numbers = {name: number for number, name in enumerate(("", *adapters))}
         self._blocks = [0] * max_rows  # number of entries set in each table
 
     def apply(self, plan: StepPlan) -> None:
@@ -127,6 +130,7 @@ class Rows:
         self.sampling[row] = _record(params, join.prompt_len, self.vocab_size)
         self.stop_ids[row] = self._known(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
         self.bias[row] = self._known_bias(params.logit_bias)
+        self.adapters[row] = self._adapter_numbers[join.adapter]
         self._blocks[row] = 0
 
     def _write_texts(self, plan: StepPlan) -> None:

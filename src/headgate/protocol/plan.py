@@ -24,6 +24,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int
     sampling: SamplingParams
     blocks: tuple[int, ...]
+    adapter: str = ""  # empty: the base model
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):

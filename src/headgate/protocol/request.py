@@ -36,7 +36,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0  # lower runs first
     timeout_s: float | None = None  # from acceptance to the last token
     salt: str = ""
-    adapter: str = ""
+    adapter: str = ""  # empty: the base model
     export_kv: bool = False  # compute the KV of the tokens for another engine: answer with a ticket, sample nothing
     ticket: Ticket | None = None
     accepted: bool = False  # the API accepted it before the current pause, which therefore does not refuse it

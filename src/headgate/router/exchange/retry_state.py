@@ -150,7 +150,8 @@ class RetryState:
         if not rescheduled or self._config.preempt_retry_exclude_decode:
             self.excluded.add(worker)
         (self._paused.add if refused_as_paused(outcome) else self._paused.discard)(worker)
-        (self._failed.add if _may_pass(outcome) else self._failed.discard)(worker)
+        passing = _may_pass(outcome) or self._waits_for_room(outcome)
+        (self._failed.add if passing else self._failed.discard)(worker)
         if _is_refusal(outcome):
             brief = _lacks_an_engine(outcome) or refused_as_paused(outcome)  # a probe may miss it
             self._unwilling[worker] = worker.changes, worker.probes if brief else None
