@@ -87,7 +87,10 @@ COMPATIBLE = [
     Bad(400, "missing_required_parameter", "POST", "/init_weights_update_group", ADMIN),
     Bad(400, "invalid_type", "POST", "/init_weights_update_group", ADMIN, b'{"world_size": "many"}'),
     Bad(400, "missing_required_parameter", "POST", "/init_weight_transfer_engine", ADMIN),
-    Bad(400, "unsupported_transfer", "POST", "/init_weight_transfer_engine", ADMIN, b'{"init_info": {}}'),
+    Bad(
+        *(400, "unsupported_transfer", "POST", "/init_weight_transfer_engine", ADMIN),
+        b'{"init_info": {"transport": "other"}}',
+    ),
     Bad(400, "invalid_request", "POST", "/update_weights", ADMIN),
     Bad(409, "not_paused", "POST", "/update_weights", ADMIN, b'{"update_info": {"path": "/nowhere"}}'),
     Bad(400, "no_group", "POST", "/update_weights", ADMIN, b'{"update_info": {}}'),

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "text": {"text", "contract", "protocol", "errors", "model_store"},
     "model_store": {"model_store", "errors"},
     "dashboard": {"dashboard", "errors"},
-    "contract": {"contract", "dashboard", "protocol", "errors"},
+    "contract": {"contract", "dashboard", "protocol", "errors", "pickled"},
     "edge": {"edge", "contract", "dashboard", "protocol", "errors", "shares"},
     "api": {
         "api",

@@ -13,6 +13,7 @@ from headgate.protocol.command import (
     JoinGroup,
     LeaveGroup,
     SharedMemorySource,
+    SharedOnGpus,
     SharedStorage,
     SharedTensor,
     Sleep,
@@ -38,6 +39,8 @@ from headgate.protocol.command import (
         ),
         UpdateWeights(StagedSource(base=2, checksum={"norm": "00"}), version=3),
         JoinGroup("slime-pp_0", "trainer", 29500, world_size=3, rank=1, backend="gloo"),
+        JoinGroup("vllm", "", 0, 3, 1, rendezvous="vllm", nccl_id=bytes(128)),
+        CollectWeights(SharedOnGpus((SharedMemorySource("GPU-1", (), ()), SharedMemorySource("GPU-2", (), ())))),
         LeaveGroup("slime-pp_0"),
         CollectWeights(GroupPart("slime-pp_0", (TensorSpec("norm", "bfloat16", (64,)),), packed_bytes=1), anew=True),
         DiscardWeights("the trainer is gone"),
@@ -77,6 +80,7 @@ def test_a_group_has_the_address_of_its_trainer():
         ({"rank": 0}, "rank 0 is not an engine's rank in a group of 2; 0 is the trainer"),
         ({"rank": 2}, "rank 2 is not an engine's rank in a group of 2"),
         ({"timeout_s": 0}, "timeout must be above 0"),
+        ({"rendezvous": "vllm", "nccl_id": b"abc"}, "an NCCL id has 128 bytes, not 3"),
     ],
 )
 def test_a_trainers_group_that_no_engine_can_join_is_refused(fields, reason):

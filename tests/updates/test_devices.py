@@ -20,12 +20,17 @@ from headgate.errors import BrokenCheckpoint, RequestError
 from headgate.models import build_model, read_spec
 from headgate.protocol.command import (
     BroadcastSource,
+    Collected,
+    CollectWeights,
     Denied,
     EngineState,
     Pause,
     Resume,
     SharedMemorySource,
+    SharedOnGpus,
     SharedStorage,
+    SharedTensor,
+    StagedSource,
     UpdateWeights,
 )
 from headgate.testing.tiny import tiny_model
@@ -273,6 +278,63 @@ def test_25_memory_of_another_gpu_is_refused(old, new, gpu, monkeypatch):
             denied = driver.call(UpdateWeights(sent(shared)))
     assert isinstance(denied, Denied) and denied.code == "bad_weights"
     assert "the tensors are on the GPU 'GPU-1' and this engine is on 'a CPU'" in denied.message
+
+
+def halves(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    names = list(tensors)
+    return [{name: tensors[name] for name in names[i::2]} for i in range(2)]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["by UUID", "without a UUID"])
+def test_79_handles_in_parts_are_copied_beside_the_weights_and_loaded_together(old, new, renewed, gpu, known):
+    tensors = tensors_of(new)
+    with driving(old) as driver:
+        for part in halves(tensors):
+            with share(part) as shared:
+                source = sent(shared) if known else msgspec.structs.replace(shared, gpu="")
+                others = SharedMemorySource("GPU-2", (), ())
+                given = SharedOnGpus((others, source)) if known else source
+                collected = driver.call(CollectWeights(given))
+                assert isinstance(collected, Collected), collected
+            for tensor in part.values():
+                tensor.zero_()  # the trainer may change its memory when it is answered
+        assert collected.missing == 0
+        driver.call(Pause("abort"))
+        driver.call(UpdateWeights(StagedSource()))
+        driver.call(Resume())
+        driver.submit(*IDS)
+        assert driver.finish() == renewed
+
+
+def test_79_handles_for_other_gpus_only_are_refused(old, gpu):
+    with driving(old) as driver:
+        denied = driver.call(
+            CollectWeights(SharedOnGpus(tuple(SharedMemorySource(f"GPU-{i}", (), ()) for i in (2, 3))))
+        )
+    assert (
+        isinstance(denied, Denied)
+        and "handles for the GPUs GPU-2, GPU-3, and this engine is on 'GPU-1'" in denied.message
+    )
+
+
+def test_79_a_buffer_that_a_trainer_uses_for_all_parts_is_opened_once(old, new, renewed, gpu):
+    """Opening one export again would release it again, and the trainer would never free it."""
+    tensors = tensors_of(new)
+    buffer = torch.empty(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    with driving(old) as driver, share({"buffer": buffer}) as shared:
+        for part in halves(tensors):
+            entries, start = [], 0
+            for name, tensor in part.items():
+                buffer[start : start + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+                entries.append(SharedTensor(name, str(tensor.dtype).removeprefix("torch."), tensor.shape, 0, start))
+                start += tensor.nbytes
+            driver.call(CollectWeights(msgspec.structs.replace(shared, tensors=tuple(entries))))
+        assert gpu.opened == [0]
+        driver.call(Pause("abort"))
+        driver.call(UpdateWeights(StagedSource()))
+        driver.call(Resume())
+        driver.submit(*IDS)
+        assert driver.finish() == renewed
 
 
 def test_tensors_that_cannot_be_shared_are_reported_to_the_trainer(gpu):

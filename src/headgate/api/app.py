@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Scope
 
 from headgate.api.accounting import dashboard
 from headgate.api.accounting.ledger import Ledger
-from headgate.api.compat import sglang, status, trl, vllm
+from headgate.api.compat import sglang, status, trl, vllm, vllm_weights
 from headgate.api.compat import weights as transfer
 from headgate.api.control import abort, requests
 from headgate.api.control import lifecycle as control
@@ -101,10 +101,12 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     vllm_ops.WAKE_UP: vllm.wake_up,
     vllm_ops.IS_SLEEPING: vllm.is_sleeping,
     vllm_ops.RESET_PREFIX_CACHE: vllm.reset_prefix_cache,
-    vllm_ops.INIT_WEIGHT_TRANSFER_ENGINE: transfer.init_weight_transfer_engine,
-    vllm_ops.START_WEIGHT_UPDATE: transfer.start_weight_update,
-    vllm_ops.UPDATE_WEIGHTS: transfer.update_weights,
-    vllm_ops.FINISH_WEIGHT_UPDATE: transfer.finish_weight_update,
+    vllm_ops.INIT_WEIGHT_TRANSFER_ENGINE: vllm_weights.init_weight_transfer_engine,
+    vllm_ops.START_WEIGHT_UPDATE: vllm_weights.start_weight_update,
+    vllm_ops.UPDATE_WEIGHTS: vllm_weights.update_weights,
+    vllm_ops.FINISH_WEIGHT_UPDATE: vllm_weights.finish_weight_update,
+    vllm_ops.SHUTDOWN_WEIGHT_TRANSFER_ENGINE: vllm_weights.shutdown_weight_transfer_engine,
+    vllm_ops.COLLECTIVE_RPC: vllm_weights.collective_rpc,
     vllm_ops.WEIGHT_INFO: status.weight_version,
     vllm_ops.GENERATE: vllm.generate,
     vllm_ops.VERSION: vllm.version,

@@ -42,7 +42,11 @@ class FromDistributed(msgspec.Struct, kw_only=True):
 
 
 class FromTensor(msgspec.Struct, kw_only=True):
-    serialized_named_tensors: list[Any] = []
+    serialized_named_tensors: list[str]  # base64, one per GPU
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: Label | None = None
 
 
 @takes_compatible("sglang")

@@ -15,7 +15,8 @@ from headgate.contract.decoding import convert, decode
 from headgate.contract.sampling import TokenId
 from headgate.contract.schema import ResumeState, StreamOptions
 from headgate.errors import RequestError
-from headgate.protocol.command import TAGS, PauseMode, Tag
+from headgate.pickled import decode_base64
+from headgate.protocol.command import TAGS, Backend, JoinGroup, PauseMode, Tag, TensorSpec
 
 
 class QueryParams(Protocol):
@@ -64,6 +65,17 @@ def abort_ids(body: bytes) -> AbortRequest:
     return AbortRequest(req_ids=ids)
 
 
+class StartTransfer(msgspec.Struct, kw_only=True):
+    is_checkpoint_format: bool = True
+
+
+class RemoteCall(msgspec.Struct, kw_only=True):
+    """A method of vLLM's workers; those that SkyRL calls are implemented."""
+
+    method: str
+    kwargs: dict[str, Any] = {}
+
+
 class FinishTransfer(msgspec.Struct, kw_only=True):
     weight_version: Label | None = None
 
@@ -72,8 +84,32 @@ class VllmTrainerGroup(TrainerGroup, kw_only=True):
     transport: Literal["headgate"]
 
 
+BufferBytes = Annotated[int, Meta(ge=1)]
+
+
+class VllmNcclGroup(TrainerGroup, kw_only=True):
+    """vLLM's own process group, from a store or an NCCL id. Before vLLM 0.28, `packed` was in each update."""
+
+    master_address: str = ""
+    master_port: int | str = 0
+    backend: Backend = "nccl"
+    nccl_unique_id_b64: str | None = None
+    packed: bool = False
+    packed_buffer_size_bytes: BufferBytes = 2**30
+
+    def joined(self, name: str) -> JoinGroup:
+        if self.nccl_unique_id_b64 is None:
+            return msgspec.structs.replace(super().joined(name), rendezvous="vllm")
+        try:
+            unique_id = decode_base64(self.nccl_unique_id_b64)
+            place = (name, "", 0, self.world_size, self.rank_offset)
+            return JoinGroup(*place, "nccl", self.timeout, "vllm", unique_id)
+        except ValueError as error:
+            raise RequestError(str(error), param="init_info", code="invalid_value") from None
+
+
 class Parameters(msgspec.Struct, kw_only=True):
-    """What vLLM's trainers send. With a process group the list of tensors is informative: the transfer repeats and
+    """What vLLM's trainers send. With our own transfer the list of tensors is informative: the transfer repeats and
     verifies it."""
 
     names: list[str] = []
@@ -84,6 +120,17 @@ class Parameters(msgspec.Struct, kw_only=True):
     shared: SharedSource | None = None
     version: int | None = None  # above the current one; None: the next
     weight_version: Label | None = None
+    packed: bool | None = None  # None: as the group was set up
+    packed_buffer_size_bytes: BufferBytes | None = None
+    ipc_handles_pickled: str | None = None
+    ipc_handles: Any = None
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+            message = "names, dtype_names and shapes must have the same length"
+            raise RequestError(message, param="update_info.names")
+        return tuple(map(TensorSpec, self.names, self.dtype_names, map(tuple, self.shapes)))
 
     @property
     def file(self) -> str | None:

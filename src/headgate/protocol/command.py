@@ -105,7 +105,7 @@ class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
 class SharedMemorySource(msgspec.Struct, frozen=True, array_like=True, tag="shared"):
     """Weights in the GPU memory of a trainer on this host; see `headgate.weights.share`."""
 
-    gpu: str  # UUID, because the two processes may number their devices differently
+    gpu: str  # UUID, because the two processes may number their devices differently; "" if it is not known
     storages: tuple[SharedStorage, ...]
     tensors: tuple[SharedTensor, ...]
 
@@ -134,7 +134,13 @@ class GroupPart(msgspec.Struct, frozen=True, array_like=True, tag="group_part"):
     packed_bytes: int | None = None  # None: a broadcast per tensor. n: buffers that end where their sum passes n
 
 
-Part = GroupPart | SharedMemorySource
+class SharedOnGpus(msgspec.Struct, frozen=True, array_like=True, tag="shared_on_gpus"):
+    """The same tensors in the memory of several GPUs. An engine reads those on its own."""
+
+    sources: tuple[SharedMemorySource, ...]
+
+
+Part = GroupPart | SharedMemorySource | SharedOnGpus
 
 
 class JoinGroup(msgspec.Struct, frozen=True, array_like=True, tag="join_group"):

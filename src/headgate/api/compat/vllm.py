@@ -1,7 +1,7 @@
 """The vLLM-compatible API, for TRL, verl and other clients of a vLLM server.
 
 As in vLLM, new requests wait during a pause. Sleep pauses first, and waking all memory resumes. Weight transfer
-(`/init_weight_transfer_engine` and the calls after it) is in `weights.py`.
+(`/init_weight_transfer_engine` and the calls after it) is in `vllm_weights.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.compat.weights import commit_collected
 from headgate.api.control import abort
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
@@ -50,6 +51,7 @@ async def pause(request: Request) -> Response:
 
 
 async def resume(request: Request) -> Response:
+    await commit_collected(request)
     followed(await controls_of(request).resume(order=Order.of(request.headers)))
     return json_response({"status": "resumed"})
 

@@ -1,9 +1,7 @@
-"""Weight transfer with vLLM's and SGLang's calls.
+"""Weight transfer with SGLang's calls, and what it shares with vLLM's (`vllm_weights.py`).
 
-SGLang's trainers form a process group with the engines and send a model in parts, which are collected
-(`collecting.py`). vLLM's trainer sends its NCCL id pickled, and pickled data is never read: a trainer must declare our
-protocol instead (`transport` is `headgate`), and any other is refused before it waits for the engines. The SGLang group
-with the name `headgate` uses our protocol too.
+SGLang's trainers send a model in parts, which are collected (`collecting.py`): broadcast in a process group with the
+engines, or as handles of GPU memory (`handles.py`). The group with the name `headgate` uses our own protocol.
 """
 
 from __future__ import annotations
@@ -13,27 +11,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.compat.collecting import WeightCollection
+from headgate.api.compat.handles import sglang_part
 from headgate.api.control.lifecycle import Controls, controls_of, followed, pause_of
 from headgate.contract.control import FleetResult, new_version_of
-from headgate.contract.decoding import convert
 from headgate.contract.sglang import BeginUpdate, FromDistributed, FromTensor, GroupBody, InitGroup
-from headgate.contract.vllm import FinishTransfer, InitTransfer, Parameters, UpdateTransfer, VllmTrainerGroup
+from headgate.contract.vllm import VllmNcclGroup
 from headgate.edge.reading import read_control
 from headgate.edge.responses import json_response
 from headgate.errors import HeadgateError, RequestError, Unavailable
 from headgate.protocol.command import (
     BroadcastSource,
-    FileSource,
     GroupPart,
+    Part,
     PauseMode,
-    SharedMemorySource,
     Source,
     StagedSource,
     TensorSpec,
 )
 
 OURS = "headgate"
-INSTEAD = "send weights as headgate.weights does, or call /v1/update_weights with a path"
 
 
 class Transfers:
@@ -43,6 +39,8 @@ class Transfers:
         self.group: BroadcastSource | None = None
         self.holding = False  # a started update has paused the engines, and its end resumes them
         self.begun_at: int | None = None  # the version when an update was started
+        self.vllm_group: VllmNcclGroup | None = None
+        self.announced: tuple[TensorSpec, ...] = ()  # in the last update over vLLM's group
         self.collection = WeightCollection()
 
     @property
@@ -57,10 +55,6 @@ def transfers_of(request: Request) -> Transfers:
     return transfers
 
 
-def refuse(why: str, param: str) -> RequestError:
-    return RequestError(f"{why}; {INSTEAD}", param=param, code="unsupported_transfer")
-
-
 async def update_held(
     controls: Controls,
     source: Source,
@@ -73,7 +67,7 @@ async def update_held(
     """Update engines that may be running, and restore their state afterwards."""
     paused = (await controls.status()).is_paused
     if not paused:
-        await _hold(controls, "abort" if abort else "freeze")
+        await hold(controls, "abort" if abort else "freeze")
     try:
         return followed(await controls.update(source, version, label=label, recompute=recompute))
     finally:
@@ -81,7 +75,7 @@ async def update_held(
             await controls.resume()
 
 
-async def _hold(controls: Controls, mode: PauseMode) -> None:
+async def hold(controls: Controls, mode: PauseMode) -> None:
     """Pause all engines for an update. If one does not follow in time, resume all of them and raise."""
     try:
         followed(await controls.pause(pause_of(mode)))
@@ -193,13 +187,21 @@ FLATTENED = 2**62  # bytes; one buffer for all tensors of a part
 
 
 async def _collected(request: Request, body: FromDistributed) -> Response:
+    tensors = map(TensorSpec, body.names, body.dtypes, map(tuple, body.shapes))
+    part = GroupPart(body.group_name, tuple(tensors), FLATTENED if is_flattened(body.load_format) else None)
+    return await _collected_part(request, body, part)
+
+
+def is_flattened(load_format: str | None) -> bool:
+    if load_format not in (None, "auto", "flattened_bucket"):
+        message = f"load_format must be flattened_bucket or left out, not {load_format!r}"
+        raise RequestError(message, param="load_format")
+    return load_format == "flattened_bucket"
+
+
+async def _collected_part(request: Request, body: FromDistributed | FromTensor, part: Part) -> Response:
     """Collect a part; it is visible at once if the whole model has arrived and the server is not paused."""
     controls, collection = controls_of(request), transfers_of(request).collection
-    if body.load_format not in (None, "auto", "flattened_bucket"):
-        message = f"load_format must be flattened_bucket or left out, not {body.load_format!r}"
-        raise RequestError(message, param="load_format")
-    tensors = map(TensorSpec, body.names, body.dtypes, map(tuple, body.shapes))
-    part = GroupPart(body.group_name, tuple(tensors), FLATTENED if body.load_format == "flattened_bucket" else None)
     try:
         paused = (await controls.status()).is_paused
         state = await collection.add(
@@ -209,82 +211,11 @@ async def _collected(request: Request, body: FromDistributed) -> Response:
             await commit_collected(request)
     except HeadgateError as error:
         return _failed(error)
-    message = f"Succeeded to receive {len(body.names)} tensors; {state.missing} are missing."
+    message = f"Succeeded to receive tensors; {state.tensors} have arrived, {state.missing} are missing."
     return json_response(Outcome(success=True, message=message))
 
 
 async def update_weights_from_tensor(request: Request) -> Response:
-    await read_control(request, FromTensor)
-    raise refuse("serialized tensors are pickled, and pickled data is not read", "serialized_named_tensors")
-
-
-# --------------------------------------------------------------------------------------------------------------- vLLM
-
-
-async def init_weight_transfer_engine(request: Request) -> Response:
-    info = (await read_control(request, InitTransfer)).init_info
-    if info.get("transport") != OURS:
-        raise refuse("vLLM's own trainer passes its NCCL id or its handles pickled", "init_info.transport")
-    has_group = "master_address" in info  # weights in files or in GPU memory need no process group
-    transfers_of(request).group = convert(info, VllmTrainerGroup, "init_info").group() if has_group else None
-    return json_response({"message": "Weight transfer initialized"})
-
-
-async def start_weight_update(request: Request) -> Response:
-    controls, transfers = controls_of(request), transfers_of(request)
-    fleet = await controls.status()
-    transfers.begun_at = fleet.weight_version
-    if not fleet.is_paused:
-        await _hold(controls, "freeze")
-        transfers.holding = True
-    return json_response({"message": "Weight update started"})
-
-
-async def update_weights(request: Request) -> Response:
-    body, controls = await read_control(request, UpdateTransfer), controls_of(request)
-    info = body.info
-    if {"ipc_handles", "ipc_handles_pickled"} & info.keys():
-        raise refuse("these handles are pickled, and pickled data is not read", "update_info")
-    update: Parameters = convert(info, Parameters, "update_info")
-    if not len(update.names) == len(update.dtype_names) == len(update.shapes):
-        raise RequestError("names, dtype_names and shapes must have the same length", param="update_info.names")
-    version = new_version_of(request.headers) if update.version is None else update.version
-    source = _source(update, transfers_of(request))
-    if body.weight_dir is not None:
-        result = await update_held(controls, source, version)  # not every version of prime-rl pauses first
-    else:
-        result = followed(await controls.update(source, version, label=update.weight_version))
-    return json_response({"message": "Weights updated", "weight_version": result.weight_label})
-
-
-def _source(update: Parameters, transfers: Transfers) -> Source:
-    if update.file is not None:
-        return FileSource(update.file)
-    if update.shared is not None:
-        return SharedMemorySource(update.shared.gpu, update.shared.storages, update.shared.tensors)
-    return transfers.arranged
-
-
-async def finish_weight_update(request: Request) -> Response:
-    asked, controls, transfers = (
-        await read_control(request, FinishTransfer),
-        controls_of(request),
-        transfers_of(request),
-    )
-    if transfers.begun_at == (await controls.status()).weight_version:
-        await _let_go(controls, transfers)
-        message = "no weights have arrived since the update was started; they are unchanged"
-        raise RequestError(message, code="no_update")
-    if asked.weight_version is not None:
-        controls.relabel(asked.weight_version)
-    await _let_go(controls, transfers)
-    label = (await controls.status()).weight_label
-    return json_response({"message": "Weight update finished", "weight_version": label})
-
-
-async def _let_go(controls: Controls, transfers: Transfers) -> None:
-    """Resume engines that were paused for the update."""
-    transfers.begun_at = None
-    if transfers.holding:
-        followed(await controls.resume())
-        transfers.holding = False
+    body = await read_control(request, FromTensor)
+    part = sglang_part(body.serialized_named_tensors, is_flattened(body.load_format), "serialized_named_tensors")
+    return await _collected_part(request, body, part)

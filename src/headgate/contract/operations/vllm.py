@@ -7,12 +7,25 @@ from typing import Final
 
 from headgate.contract.operations.operation import Access, AskAll, AskOne, Relay, RouterHandler
 from headgate.contract.operations.other_system import named_by
-from headgate.contract.vllm import AbortIds, FinishTransfer, InitTransfer, TokensRequest, UpdateTransfer
+from headgate.contract.vllm import (
+    AbortIds,
+    FinishTransfer,
+    InitTransfer,
+    RemoteCall,
+    StartTransfer,
+    TokensRequest,
+    UpdateTransfer,
+)
 
 _vllm = partial(named_by, "vLLM")
 
 PAUSE: Final = _vllm("POST", "/pause", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True))
-RESUME: Final = _vllm("POST", "/resume", Access.ADMIN, AskAll(resumes=True))
+RESUME: Final = _vllm(
+    "POST",
+    "/resume",
+    Access.ADMIN,
+    AskAll(resumes=True, updates_weights=True),  # if parts were collected
+)
 ABORT_REQUESTS: Final = _vllm("POST", "/abort_requests", Access.TENANT, RouterHandler(), body=AbortIds)
 IS_PAUSED: Final = _vllm("GET", "/is_paused", Access.TENANT, RouterHandler())
 SLEEP: Final = _vllm(
@@ -27,7 +40,7 @@ INIT_WEIGHT_TRANSFER_ENGINE: Final = _vllm(
     "POST", "/init_weight_transfer_engine", Access.ADMIN, AskAll(assigns_ranks=True), body=InitTransfer
 )
 START_WEIGHT_UPDATE: Final = _vllm(
-    "POST", "/start_weight_update", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True)
+    "POST", "/start_weight_update", Access.ADMIN, AskAll(pauses=True, drops_prefixes=True), body=StartTransfer
 )
 UPDATE_WEIGHTS: Final = _vllm(
     "POST",
@@ -37,8 +50,15 @@ UPDATE_WEIGHTS: Final = _vllm(
     body=UpdateTransfer,
 )
 FINISH_WEIGHT_UPDATE: Final = _vllm(
-    "POST", "/finish_weight_update", Access.ADMIN, AskAll(resumes=True), body=FinishTransfer
+    "POST",
+    "/finish_weight_update",
+    Access.ADMIN,
+    AskAll(resumes=True, moves_memory=True, updates_weights=True, drops_prefixes=True),
+    body=FinishTransfer,
 )
+SHUTDOWN_WEIGHT_TRANSFER_ENGINE: Final = _vllm("POST", "/shutdown_weight_transfer_engine", Access.ADMIN, AskAll())
+# Only on servers: SkyRL calls each server itself, and not a router.
+COLLECTIVE_RPC: Final = _vllm("POST", "/collective_rpc", Access.ADMIN, None, body=RemoteCall)
 WEIGHT_INFO: Final = _vllm("GET", "/weight_info", Access.TENANT, AskOne())
 GENERATE: Final = _vllm("POST", "/inference/v1/generate", Access.TENANT, Relay(), body=TokensRequest, generates=True)
 VERSION: Final = _vllm("GET", "/version", Access.OPEN, RouterHandler())

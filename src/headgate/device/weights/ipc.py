@@ -84,17 +84,24 @@ def describe(name: str, tensor: torch.Tensor, storages: Mapping[int, int]) -> Sh
 class SharedWeights:
     """A `WeightSource`."""
 
-    def __init__(self, source: SharedMemorySource, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: SharedMemorySource,
+        device: torch.device,
+        mapped: Mapping[SharedStorage, torch.UntypedStorage] | None = None,
+    ) -> None:
+        """`mapped`: storages that are open already. Opening one twice would also release it twice in the trainer."""
         self.source = source
         self._device = device
-        self._opened: list[torch.UntypedStorage] = []
+        self._mapped = mapped or {}
+        self.opened: list[torch.UntypedStorage] = []
 
     def __repr__(self) -> str:
         return f"<SharedWeights {len(self.source.tensors)} tensors on {self.source.gpu}>"
 
     def __enter__(self) -> SharedWeights:
         ours = gpu_of(self._device)
-        if ours != self.source.gpu:
+        if not ours or ours != (self.source.gpu or ours):
             raise BrokenCheckpoint(
                 f"the tensors are on the GPU {self.source.gpu!r} and this engine is on {ours or 'a CPU'!r}; "
                 "memory can be shared only on one GPU"
@@ -105,7 +112,7 @@ class SharedWeights:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         finish_copies(self._device)  # copies read memory that is about to be unmapped
-        self._opened.clear()
+        self.opened.clear()
 
     def metadata(self) -> Mapping[str, TensorInfo]:
         return {tensor.name: self._checked(tensor) for tensor in self.source.tensors}
@@ -128,12 +135,13 @@ class SharedWeights:
     def _open_all(self) -> None:
         try:
             for storage in self.source.storages:
-                self._opened.append(open_storage(storage, self._device.index or 0))
+                mapped = self._mapped.get(storage)
+                self.opened.append(open_storage(storage, self._device.index or 0) if mapped is None else mapped)
         except (RuntimeError, OSError) as error:
             raise SourceLost(f"the trainer's memory cannot be opened: {error}") from error
 
     def _view(self, tensor: SharedTensor) -> torch.Tensor:
-        storage, info = self._opened[tensor.storage], self._checked(tensor)
+        storage, info = self.opened[tensor.storage], self._checked(tensor)
         whole = torch.empty(0, dtype=info.dtype, device=storage.device).set_(storage)
         first = tensor.start // info.dtype.itemsize
         view: torch.Tensor = whole[first : first + math.prod(info.shape)].view(info.shape)

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 import torch
 
 from headgate.device.memory import finish_copies, free_bytes
+from headgate.device.weights import ipc
 from headgate.device.weights.ipc import SharedWeights
 from headgate.device.weights.loading import WeightSource
 from headgate.device.weights.staging import Shapes, StagedWeights, Tensors, info_of
@@ -23,6 +24,8 @@ from headgate.protocol.command import (
     JoinGroup,
     Part,
     SharedMemorySource,
+    SharedOnGpus,
+    SharedStorage,
     StagedSource,
     TensorSpec,
 )
@@ -39,6 +42,7 @@ class WeightWires:
         self._room = room
         self._groups: dict[str, JoinedGroup] = {}
         self._copier: DaemonWorker | None = None
+        self._mapped: dict[SharedStorage, torch.UntypedStorage] = {}  # used by the copier's thread only
         self._staged = self._empty()
 
     def __len__(self) -> int:
@@ -61,6 +65,7 @@ class WeightWires:
 
     def receive(self, part: Part, *, anew: bool, timeout_s: float) -> Future[Tensors]:
         """Receive the tensors of `part`; `add` adds them."""
+        part = self._own(part)
         specs = specs_of(part)
         if anew and any(spec.name in self._staged for spec in specs):
             self.discard()
@@ -73,20 +78,22 @@ class WeightWires:
                     raise RequestError(message, param="group_name", code="no_group")
                 return self._groups[name].receive(part, keep, timeout_s)
             case SharedMemorySource():
-                return self._copying().submit(lambda: self._copy(SharedWeights(part, self._device), keep))
+                return self._copying().submit(lambda: self._copy(part, keep))
 
     def add(self, part: Part, tensors: Tensors) -> Collected:
-        self._staged.verify(specs_of(part))
+        self._staged.verify(specs_of(self._own(part)))
         self._staged.add(tensors)
         return self._staged.state()
 
     def discard(self) -> None:
         """Drop the collected parts; a part that is being received is dropped when it has arrived."""
         self._staged = self._empty()
+        self._unmap()
 
     def open(self, source: StagedSource) -> WeightSource:
         """The collected parts, which are no longer collected after this call."""
         staged, self._staged = self._staged, self._empty()
+        self._unmap()
         staged.partial = source.base is not None
         staged.refuse_wrong_checksums(source.checksum or {})
         return staged
@@ -111,17 +118,36 @@ class WeightWires:
             place = staged.place(info_of(wanted[0]).dtype)
         return lambda spec, tensor: tensor.to(place) if place is not None and staged.wants(spec.name) else None
 
+    def _own(self, part: Part) -> GroupPart | SharedMemorySource:
+        """What this engine receives of `part`."""
+        if not isinstance(part, SharedOnGpus):
+            return part
+        ours = ipc.gpu_of(self._device)
+        for source in part.sources:
+            if source.gpu == ours:
+                return source
+        found = ", ".join(source.gpu for source in part.sources)
+        raise BrokenCheckpoint(f"there are handles for the GPUs {found}, and this engine is on {ours or 'a CPU'!r}")
+
     def _copy(
-        self, shared: SharedWeights, keep: Callable[[TensorSpec, torch.Tensor], torch.Tensor | None]
+        self, source: SharedMemorySource, keep: Callable[[TensorSpec, torch.Tensor], torch.Tensor | None]
     ) -> Tensors:
-        """Copies, because the trainer may change its memory as soon as it is answered."""
-        specs = {spec.name: spec for spec in specs_of(shared.source)}
-        with shared:
+        """Copies, because the trainer may change its memory as soon as it is answered.
+
+        The storages of a part stay open until the next part, because some trainers use one buffer for all parts.
+        """
+        specs = {spec.name: spec for spec in specs_of(source)}
+        with SharedWeights(source, self._device, self._mapped) as shared:
             shared.metadata()
             kept = [(name, keep(specs[name], tensor)) for name, tensor in shared]
             copies = [(name, tensor.clone()) for name, tensor in kept if tensor is not None]
+            self._mapped = dict(zip(source.storages, shared.opened, strict=True))
             finish_copies(self._device)
         return copies
+
+    def _unmap(self) -> None:
+        if self._copier is not None:
+            self._copier.submit(lambda: setattr(self, "_mapped", {}))
 
     def _copying(self) -> DaemonWorker:
         if self._copier is None:
@@ -129,7 +155,7 @@ class WeightWires:
         return self._copier
 
 
-def specs_of(part: Part) -> tuple[TensorSpec, ...]:
+def specs_of(part: GroupPart | SharedMemorySource) -> tuple[TensorSpec, ...]:
     if isinstance(part, GroupPart):
         return part.tensors
     return tuple(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in part.tensors)
