@@ -53,7 +53,7 @@ class Completion:
     text: str = ""
     logprobs: list[Logprobs] | None = None  # one entry per new token, if requested
     prompt_logprobs: list[Logprobs | None] | None = (
-        None  # one entry per prompt token, if requested; None for the first
+        None  # one entry per prompt token, if requested; None for the first, and before `prompt_logprobs_start`
     )
     weight_versions: list[tuple[int, int]] = field(default_factory=list)  # (version, number of new tokens), in order
     cached_tokens: int = 0
@@ -236,7 +236,8 @@ class _PendingCompletion:
         generated: tuple[int, ...],
     ) -> None:
         # The first token of a prompt has no logprobs: nothing precedes it.
-        scored: list[Logprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        unscored: list[Logprobs | None] = [None] * min(max(1, params.prompt_logprobs_start), len(prompt))
+        scored = None if params.prompt_logprobs is None else unscored
         self.completion = Completion(prompt, prompt_logprobs=scored)
         self._params = params
         self._generated = generated

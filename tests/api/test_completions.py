@@ -136,7 +136,7 @@ def test_5_resumed_tokens_do_not_count_as_cached_prompt_tokens(server: LiveServe
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a"] * 65}, "n"),
         ({"logprobs": 21}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"delivered_chars": 5, "generated_token_ids": [70]}, None),
     ],

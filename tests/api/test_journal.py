@@ -566,6 +566,8 @@ def test_resume_without_a_journal_is_refused_by_name(model: Path):
     [
         (CHAT, CHATTING | {"logprobs": True}),
         (COMPLETIONS, COMPLETING | {"logprobs": 1}),
+        (COMPLETIONS, COMPLETING | {"prompt_logprobs": 1}),
+        (TOKENS, {"token_ids": [70, 71], "sampling_params": {"prompt_logprobs": 0}}),
         (GENERATE, {"text": "ab", "return_logprob": True}),
         (GENERATE, {"text": "ab", "return_logprob": True, "stream": True}),
     ],

@@ -323,14 +323,14 @@ OTHERS = {"seed", "min_tokens", "include_stop_str_in_output"}
 @pytest.mark.parametrize(
     ("api", "names"),
     [
-        ("chat", SHARED | OTHERS | {"max_tokens", "max_completion_tokens", "no_stop_trim"}),
-        ("completions", SHARED | OTHERS | {"max_tokens", "logprobs", "no_stop_trim"}),
+        ("chat", SHARED | OTHERS | {"max_tokens", "max_completion_tokens", "no_stop_trim", "prompt_logprobs"}),
+        ("completions", SHARED | OTHERS | {"max_tokens", "logprobs", "no_stop_trim", "prompt_logprobs"}),
         (
             "responses",
             SHARED - {"n", "logit_bias", "presence_penalty", "frequency_penalty"} | OTHERS | {"max_output_tokens"},
         ),
         ("sglang", SHARED | {"max_new_tokens", "min_new_tokens", "no_stop_trim", "sampling_seed"}),
-        ("vllm", SHARED | OTHERS | {"max_tokens", "logprobs"}),
+        ("vllm", SHARED | OTHERS | {"max_tokens", "logprobs", "prompt_logprobs"}),
     ],
 )
 def test_each_api_accepts_the_names_of_its_clients_and_no_others(api, names):
@@ -341,12 +341,13 @@ def test_each_api_accepts_the_names_of_its_clients_and_no_others(api, names):
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
-        ("max_tokens", 1, MOST),
+        ("max_tokens", 0, MOST),
         ("min_tokens", 0, MOST),
         ("top_k", -1, MOST),
         ("seed", -(2**63), 2**63 - 1),
         ("n", 1, MOST),
         ("logprobs", 0, 20),
+        ("prompt_logprobs", 0, 20),
     ],
 )
 def test_integers_in_bodies_are_bounded(name, low, high):
@@ -367,8 +368,8 @@ def test_minus_one_turns_top_k_off(ask):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("max_tokens", 0, "max_tokens must be at least 1"),
-        ("max_tokens", 2**31, "max_tokens must be at least 1, in 31 bits"),
+        ("max_tokens", -1, "max_tokens must be at least 0"),
+        ("max_tokens", 2**31, "max_tokens must be at least 0, in 31 bits"),
         ("min_tokens", 2**31, "min_tokens must be between 0 and max_tokens"),
         ("stop_token_ids", (2**32,), "stop_token_ids must be token ids"),
         ("temperature", -0.1, "temperature must be between 0 and 100"),

@@ -82,24 +82,29 @@ class Client:
             assert answer[-1] in stops and len(answer) > sampling.min_tokens
         elif ended.finish_reason == "length":
             room = self.max_context - len(request.prompt)  # or less than the request came with
-            assert len(answer) == (sampling.max_tokens or max(room, len(request.generated))), "too short or too long"
+            most = max(room, len(request.generated)) if sampling.max_tokens is None else sampling.max_tokens
+            assert len(answer) == most, "too short or too long"
         elif ended.finish_reason == "pd_reschedule":
             assert self.movable and ended.cause == "preempted"
         else:
             assert self.aborted, f"ended with {ended.finish_reason} without an abort or a deadline"
         if ended.finish_reason in ("stop", "length") and ended.timings.started_s is not None:
-            wanted = 0 if sampling.prompt_logprobs is None else len(request.prompt) - 1
-            assert self.scored == wanted, "each prompt position is scored exactly once"
+            wanted = range(0) if sampling.prompt_logprobs is None else self.positions
+            assert self.scored == len(wanted), "each prompt position is scored exactly once"
 
     def receive_scores(self, scores: tuple[Logprobs, ...], version: int) -> None:
         assert self.ended is None, "scores after the terminal output"
         prompt = self.request.prompt
         entries = expected_entries(prompt, version)
         for received in scores:
+            at = self.positions[self.scored]
             self.scored += 1
-            assert not self.checkable or received == score(entries[self.scored - 1], prompt[self.scored]), (
-                "wrong score"
-            )
+            assert not self.checkable or received == score(entries[at - 1], prompt[at]), "wrong score"
+
+    @property
+    def positions(self) -> range:
+        """The prompt positions to score."""
+        return range(max(1, self.request.sampling.prompt_logprobs_start), len(self.request.prompt))
 
 
 class Engine:
@@ -132,19 +137,19 @@ class Engine:
     def offer(self, request: GenerateRequest) -> bool:
         client = Client(request, max_context=self.scheduler.max_context, movable=self.scheduler.limits.reschedules)
         self.clients[request.id] = client
+        most = self.scheduler.max_context
+        wanted = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
         try:
             self.scheduler.add(request)
         except RequestError:
             del self.clients[request.id]
-            most = self.scheduler.max_context
-            wanted = request.sampling.max_tokens or 1
             exported = (
                 (len(request.prompt) + len(request.generated) - 1) * request.export_kv // BLOCK_SIZE * BLOCK_SIZE
             )
             too_long = len(request.prompt) + wanted > most or exported > most
             assert too_long or max(request.prompt) >= VOCAB_SIZE, "refused a request that fits"
             return False
-        assert len(request.prompt) + (request.sampling.max_tokens or 1) <= self.scheduler.max_context
+        assert len(request.prompt) + wanted <= most
         return True
 
     def live(self) -> list[Client]:
@@ -328,22 +333,23 @@ class FuzzRun:
     def add(self, engine: Engine) -> None:
         rng = self.rng
         prompt = self.prompt(engine)
-        max_tokens = rng.choice([None, *range(1, 9)])
+        max_tokens = rng.choice([None, *range(9)])
         free = rng.random() < 0.8
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=rng.choice([0, 0, 0, min(3, max_tokens or 3)]) if free else 0,
+            min_tokens=rng.choice([0, 0, 0, 3 if max_tokens is None else min(3, max_tokens)]) if free else 0,
             ignore_eos=free and max_tokens is not None and rng.random() < 0.2,
             grammar=None if free else "start: /.*/",
             stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 2]))),
-            prompt_logprobs=0 if rng.random() < 0.1 else None,
+            prompt_logprobs=0 if rng.random() < (0.7 if max_tokens == 0 else 0.1) else None,
+            prompt_logprobs_start=rng.choice([0, 0, 1, 9, len(prompt)]),
         )
         id = next(self.ids)
         request = GenerateRequest(
             id,
             prompt,
             sampling,
-            generated=self.generated_elsewhere(prompt, sampling) if rng.random() < 0.2 else (),
+            generated=self.generated_elsewhere(prompt, sampling) if max_tokens != 0 and rng.random() < 0.2 else (),
             priority=rng.choice([0, 0, 0, 1, -1]),
             timeout_s=rng.choice([None, None, None, None, 2.0, 30.0]),
             export_kv=engine is self.p and rng.random() < 0.7,

@@ -15,7 +15,7 @@ from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
-from headgate.testing.device import expected_entries
+from headgate.testing.device import expected_entries, score
 from tests.core.engine import BLOCK_SIZE, VOCAB_SIZE, Engine, prompt_of
 
 
@@ -573,6 +573,83 @@ def test_prompt_positions_are_scored_once_even_if_computed_twice():
     engine.scheduler.resume()
     engine.run()
     assert sum(len(outputs.prompt_logprobs.get(1, ())) for outputs in engine.outputs_taken) == 19
+
+
+def scores_of(engine: Engine, id: int) -> list[Logprobs]:
+    return [score for outputs in engine.outputs_taken for score in outputs.prompt_logprobs.get(id, ())]
+
+
+def test_a_prompt_without_an_answer_is_scored_and_ends():
+    engine = Engine(budget=8)
+    engine.add(1, prompt=20, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
+    engine.run()
+    ended = engine.ended[1]
+    assert (ended.finish_reason, ended.cause, ended.output_tokens) == ("length", "max_tokens", 0)
+    assert len(scores_of(engine, 1)) == 19 and not engine.tokens
+    assert engine.pool.held == 0
+
+
+def test_a_prompt_of_one_token_without_an_answer_ends_at_once():
+    engine = Engine()
+    engine.add(1, prompt=1, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert engine.step() is None
+    assert engine.ended[1].finish_reason == "length"
+
+
+def test_a_prompt_without_an_answer_fills_the_cache_and_may_be_found_there():
+    engine = Engine()
+    for id in (1, 2):
+        engine.add(id, prompt=prompt_of(1, 9), sampling=SamplingParams(max_tokens=0))
+        engine.run()
+    assert engine.ended[1].cached_tokens == 0 and engine.ended[2].cached_tokens == 4
+    assert engine.ended[2].finish_reason == "length"
+
+
+def test_a_prompt_without_an_answer_may_fill_the_context():
+    engine = Engine(blocks=8, budget=64)
+    most = engine.scheduler.max_context
+    engine.add(1, prompt=most, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
+    engine.run()
+    assert len(scores_of(engine, 1)) == most - 1
+    with pytest.raises(ContextTooLong, match="max_tokens is 0"):
+        engine.add(2, prompt=most + 1, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
+
+
+def test_a_fetched_prompt_without_an_answer_ends_too():
+    p, ticket = prefilled(9)
+    assert ticket.tokens == 8
+    d = Engine()
+    d.add(1, prompt=9, ticket=ticket, sampling=SamplingParams(max_tokens=0))
+    d.step()
+    d.scheduler.transfer_done(1, ok=True)
+    d.device.kv = p.device.kv
+    d.run()
+    assert d.ended[1].finish_reason == "length"
+
+
+def test_tokens_before_the_first_scored_one_may_be_cached():
+    engine = Engine()
+    engine.add(1, prompt=16, max_tokens=1)
+    engine.run()
+    engine.add(
+        2, prompt=prompt_of(1, 16), sampling=SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=10)
+    )
+    plan = engine.step()
+    assert (plan.starts, plan.counts) == ([8], [8])
+    engine.run()
+    assert scores_of(engine, 2) == [
+        score(expected_entries(prompt_of(1, 16), 0)[p - 1], prompt_of(1, 16)[p]) for p in range(10, 16)
+    ]
+
+
+def test_a_preempted_sequence_finds_the_scored_part_of_its_prompt_in_the_cache():
+    engine = Engine(blocks=8, budget=8)
+    engine.add(1, prompt=20, sampling=SamplingParams(max_tokens=2, prompt_logprobs=0))
+    engine.step()
+    engine.scheduler._preempt(engine.scheduler.sequences[1])
+    assert engine.step().starts == [8]
+    engine.run()
+    assert len(scores_of(engine, 1)) == 19
 
 
 def test_a_scored_prompt_does_not_use_the_cache():

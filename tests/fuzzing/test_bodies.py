@@ -64,6 +64,7 @@ COMPLETION = {
     "top_k": 4,
     "min_p": 0.1,
     "logprobs": 1,
+    "prompt_logprobs": 2,
     "echo": True,
     "stop_token_ids": [3],
     "request_id": "r",

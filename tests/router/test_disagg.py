@@ -120,8 +120,8 @@ def test_a_prompt_in_the_prefill_workers_cache_is_fetched_from_there(patient: Pd
 
 @pytest.mark.parametrize(
     "more",
-    [{"echo": True, "logprobs": 1}, {"n": 2}, {"prompt": ["y" * 2000, "z" * 2000]}],
-    ids=["prompt logprobs", "two choices", "two prompts"],
+    [{"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}, {"n": 2}, {"prompt": ["y" * 2000, "z" * 2000]}],
+    ids=["echoed logprobs", "prompt logprobs", "two choices", "two prompts"],
 )
 def test_what_cannot_be_split_is_answered_by_one_server(patient: PdFleet, more: dict[str, Any]):
     assert moved(patient, completion(2000, **more), str(sorted(more))) == 0

@@ -464,6 +464,8 @@ SPECIAL = {
     "tools": st.just([{"type": "function"}]),
     "deadline_ms": st.just(5),
     "logprobs": st.booleans(),
+    "prompt_logprobs": st.integers(0, 20),
+    "sampling_params": st.just({"logprobs": 1}),
 }
 NAMES = ("messages", "prompt", "input", "text", "input_ids", "token_ids")
 

@@ -129,6 +129,7 @@ def requests(count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
         (COMPLETIONS, text | usage | {"stream": True, "logprobs": 2}),
         (CHAT, chat | {"stream": False, "n": 2, "ignore_eos": True, "logprobs": True, "top_logprobs": 1}),
         (COMPLETIONS, text | usage | {"stream": True, "stop": ["zq", "E7", "qq"]}),
+        (COMPLETIONS, text | {"stream": False, "prompt_logprobs": 2}),
     ]
     return [
         (path, body | {"seed": seed, "max_tokens": tokens})

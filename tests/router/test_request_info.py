@@ -124,6 +124,11 @@ def test_the_request_id_may_have_its_sglang_name():
         ({"return_logprob": True}, True),
         ({"logprobs": False}, False),
         ({"logprobs": None}, False),
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": None}, False),
+        ({"sampling_params": {"logprobs": 1}}, True),
+        ({"sampling_params": {"prompt_logprobs": 0}}, True),
+        ({"sampling_params": {"logprobs": None, "max_tokens": 1}}, False),
         ({}, False),
     ],
 )

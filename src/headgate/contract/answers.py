@@ -60,6 +60,18 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One candidate for a position of the prompt, as in vLLM."""
+
+    logprob: float
+    rank: int  # 1 for the most likely one
+    decoded_token: str | None  # None on a server without a tokenizer
+
+
+# By token id, as text: the token itself first, then the most likely ones. None for the first token of a prompt.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -107,6 +119,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: Sequence[int] | UnsetType = UNSET  # as in vLLM; on request
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # as in vLLM; on request
     error: Problem | UnsetType = UNSET  # why the answer was cut short, if the client requested strict values
 
 
@@ -126,6 +139,7 @@ class CompletionChoice(BaseChoice, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # as in vLLM; on request
 
 
 class TextCompletion(msgspec.Struct, kw_only=True):

@@ -61,9 +61,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     max_tokens: Annotated[
         int | None,
         SamplingParameter(
-            summary="The maximum number of tokens in an answer; by default, up to the context length.",
-            json=Count,
-            rules=(Range(1, 2**31 - 1, "at least 1, in 31 bits"),),
+            summary="The maximum number of tokens in an answer; by default, up to the context length. With 0 the prompt "
+            "is computed, and scored if requested, and nothing is generated.",
+            json=Size,
+            rules=(Range(0, 2**31 - 1, "at least 0, in 31 bits"),),
             names={
                 "chat": ("max_completion_tokens", "max_tokens"),
                 "responses": ("max_output_tokens",),
@@ -190,10 +191,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     prompt_logprobs: Annotated[
         int | None,
         SamplingParameter(
-            summary="The same for the tokens of the prompt. Completions have `echo` with `logprobs`, SGLang "
+            summary="The same for the tokens of the prompt. Completions also have `echo` with `logprobs`, SGLang "
             "`logprob_start_len` in the body.",
+            json=MostLogprobs,
             rules=(Range(0, MAX_LOGPROBS),),
-            apis=(),
+            apis=("chat", "completions", "vllm"),
             column=Column("int32", absent=-1),
         ),
     ] = None
@@ -217,6 +219,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
             column=Column("U9"),
         ),
     ] = "raw"
+    prompt_logprobs_start: Annotated[
+        int,
+        SamplingParameter(
+            summary="The position of the first prompt token that `prompt_logprobs` covers; KV of the tokens before it may "
+            "come from the prefix cache. SGLang has `logprob_start_len` in the body.",
+            rules=(Range(0, 2**31 - 1, "at least 0, in 31 bits"),),
+            apis=(),
+            column=INT,
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         check(astuple(self), _CHECKS)

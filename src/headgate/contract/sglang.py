@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from headgate.contract.compatible import takes_compatible
 from headgate.contract.control import Label, TrainerGroup
@@ -59,7 +60,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rid: Name | list[Name] | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=2**31 - 2)] | None = None  # -1: no prompt token is scored
     top_logprobs_num: MostLogprobs | None = None
     return_text_in_logprobs: bool | None = None
     priority: int | None = None

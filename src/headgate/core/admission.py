@@ -52,6 +52,7 @@ class AdmissionChecks:
             arrived_s=now_s,
             deadline_s=min(deadline_s, now_s + wait_s),
             lockstep=sampling.grammar is not None,
+            scored=max(1, sampling.prompt_logprobs_start),
             ticket=request.ticket,
         )
 
@@ -77,7 +78,7 @@ class AdmissionChecks:
                 param="response_format",
             )
         prompt_len, max_tokens, most = len(request.prompt), request.sampling.max_tokens, self.max_context
-        if prompt_len >= most:
+        if prompt_len >= most and max_tokens != 0:
             raise ContextTooLong(
                 f"prompt has {prompt_len} tokens; with room for an answer this engine takes {most - 1}",
                 param="prompt",
@@ -125,32 +126,25 @@ class AdmissionChecks:
         `running` is the number of running sequences.
         """
         pool, hit = self._pool, self._cached_prefix(seq, version)
-        need = pool.blocks_for(min(len(seq.tokens), seq.limit - 1)) - len(hit)
+        need = pool.blocks_for(seq.wanted) - len(hit)
         # One block for each running sequence stays free, so that admission does not cause preemption at once.
         if need + pool.idle(hit) + running > pool.available:
             return None
         return hit, need
 
     def _cached_prefix(self, seq: Sequence, version: int) -> list[int]:
-        if _unscored(seq):
-            return []
-        # One token short of everything, because sampling needs a token to compute. An export computes its last block
-        # itself: when that step has landed, the blocks it found in the cache are known to be written.
-        size = self._pool.block_size
-        count = (len(seq.tokens) - 1) // size - seq.exports
-        return self._pool.lookup(seq.keys(count, version=version, block_size=size))
+        # One token short of everything, because a slice needs a token to compute. An export thus computes its last
+        # block itself: when that step has landed, the blocks it found in the cache are known to be written. The
+        # log-probability of a prompt token is computed with the position before it.
+        size, wanted = self._pool.block_size, min(seq.wanted, seq.scored) if seq.unscored else seq.wanted
+        return self._pool.lookup(seq.keys((wanted - 1) // size, version=version, block_size=size))
 
     def worth_fetching(self, seq: Sequence, version: int) -> bool:
         """Whether the ticket of `seq` names KV of its own tokens, beyond what the prefix cache had."""
         ticket, size = seq.ticket, self._pool.block_size
-        if ticket is None or ticket.version != version or ticket.tokens <= seq.computed or _unscored(seq):
+        if ticket is None or ticket.version != version or ticket.tokens <= seq.computed or seq.unscored:
             return False
         count, rest = divmod(ticket.tokens, size)
         if rest or ticket.tokens > len(seq.tokens):
             return False
         return ticket.key == seq.keys(count, version=version, block_size=size)[-1]
-
-
-def _unscored(seq: Sequence) -> bool:
-    """Whether prompt log-probabilities are missing. This sequence must compute every prompt position to score it."""
-    return seq.request.sampling.prompt_logprobs is not None and seq.scored < seq.prompt_len

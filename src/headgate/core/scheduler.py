@@ -35,6 +35,7 @@ from headgate.protocol.plan import Logprobs, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
 
 FETCHED: tuple[FinishReason, Cause] = ("stop", "exported")
+LENGTH: tuple[FinishReason, Cause] = ("length", "max_tokens")
 LOST: tuple[FinishReason, Cause] = ("abort", "transfer_failed")
 
 
@@ -229,6 +230,8 @@ class Scheduler:
                 self._append(seq, tokens[first], logprobs.get(first))
             elif samples:
                 self._accept_run(seq, result, first, last)
+            elif seq.prompt_only and plan.starts[i] + plan.counts[i] == seq.wanted:
+                self._finish(seq, *LENGTH)
 
     @property
     def next_deadline_s(self) -> float:
@@ -251,8 +254,8 @@ class Scheduler:
             return
         seq.phase = Phase.RUNNING
         if ok and ticket is not None and ticket.version == self.version:
-            # One token short of everything, because sampling needs a token to compute.
-            seq.computed = max(seq.computed, min(ticket.tokens, len(seq.tokens) - 1))
+            # One token short of everything, because a slice needs a token to compute.
+            seq.computed = max(seq.computed, min(ticket.tokens, seq.wanted - 1))
             self.counters.transfers += 1
         else:
             self.counters.transfers_lost += 1  # a lost transfer becomes a local prefill
@@ -417,19 +420,20 @@ class Scheduler:
             self._finish_if_done(seq)
 
     def _finish_if_done(self, seq: Sequence) -> None:
-        if seq.exports:
-            if seq.limit == 1:
-                self._finish(seq, *FETCHED)  # there is not one whole block to export
-        elif not seq.output_len:
+        if seq.limit == 1:
+            # Nothing to compute: there is not one whole block to export, or not one prompt token to score.
+            self._finish(seq, *(FETCHED if seq.exports else LENGTH))
+        elif seq.exports or not seq.output_len:
             return
         elif (cause := seq.stops.get(seq.tokens[-1])) and seq.output_len > seq.request.sampling.min_tokens:
             self._finish(seq, "stop", cause)
         elif len(seq.tokens) >= seq.limit:
-            self._finish(seq, "length", "max_tokens")
+            self._finish(seq, *LENGTH)
 
     def _report_scores(self, seq: Sequence, start: int, scores: tuple[Logprobs, ...]) -> None:
-        """Output log-probabilities of prompt tokens start + 1 ..., each position once, even if computed again."""
-        fresh = scores[max(0, seq.scored - (start + 1)) :]
+        """Output what the slice at `start` has scored, each prompt position once, even if computed again."""
+        first = max(start + 1, seq.request.sampling.prompt_logprobs_start)
+        fresh = scores[max(0, seq.scored - first) :]
         reported = self._outbox.prompt_logprobs.get(seq.id, ())
         self._outbox.prompt_logprobs[seq.id] = reported + fresh
         seq.scored += len(fresh)

@@ -42,7 +42,7 @@ class Sequence:
     first_token_s: float | None = None
     cached_tokens: int | None = None  # prompt tokens found in the cache at first admission
     lockstep: bool = False  # each token must reach the host before the next can be sampled
-    scored: int = 1  # prompt positions whose log-probabilities are reported; the first has none
+    scored: int = 1  # the first prompt position whose log-probability is still to be reported; position 0 has none
 
     phase: Phase = Phase.WAITING
     row: int = -1
@@ -78,11 +78,26 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def prompt_only(self) -> bool:
+        """Whether it computes its prompt, for its log-probabilities or the prefix cache, and samples nothing."""
+        return self.request.sampling.max_tokens == 0 and not self.exports
+
+    @property
+    def wanted(self) -> int:
+        """The number of known tokens to compute. The last token of an answer, or of a prompt without one, never is."""
+        return min(len(self.tokens) + self.sampling, self.limit - 1)
+
+    @property
     def todo(self) -> int:
-        """Tokens that can be computed now. The last token of an answer is never computed."""
+        """Tokens that can be computed now."""
         if self.sampling and self.lockstep:
             return 0
-        return min(len(self.tokens) + self.sampling, self.limit - 1) - self.computed
+        return self.wanted - self.computed
+
+    @property
+    def unscored(self) -> bool:
+        """Whether requested log-probabilities of the prompt are missing."""
+        return self.request.sampling.prompt_logprobs is not None and self.scored < self.prompt_len
 
     @property
     def preempted(self) -> bool:

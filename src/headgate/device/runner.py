@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from headgate.device.inputs import Inputs, Layout
-from headgate.device.rows import Ints, Rows, to_device
+from headgate.device.rows import Ints, Records, Rows, to_device
 from headgate.device.sampling.draw import Draw, draw
 from headgate.device.sampling.grammar import Grammars
 from headgate.device.sampling.logprobs import Scored, Scores, chunks, score
@@ -151,27 +151,34 @@ class ModelRunner:
         return self.model.logits(hidden)
 
     def _scores_prompts(self, plan: StepPlan) -> bool:
-        records = self.rows.sampling[list(plan.rows)]
-        return bool(np.any((records["prompt_logprobs"] >= 0) & (np.array(plan.starts) + 1 < records["prompt_len"])))
+        starts, counts = np.array(plan.starts, dtype=np.int64), np.array(plan.counts, dtype=np.int64)
+        first, stop = scored_ranges(self.rows.sampling[list(plan.rows)], starts, starts + counts)
+        return bool(np.any(first < stop))
 
     def _score_prompts(self, layout: Layout, hidden: torch.Tensor) -> dict[int, tuple[Logprobs, ...]]:
         """For slices that request it, the log-probability of each prompt token given the tokens before it."""
-        records = self.rows.sampling[layout.rows]
-        asking = (records["prompt_logprobs"] >= 0) & (layout.starts + 1 < records["prompt_len"])
-        return {int(s): self._score_prompt(layout, int(s), hidden) for s in np.flatnonzero(asking)}
+        firsts, stops = scored_ranges(self.rows.sampling[layout.rows], layout.starts, layout.ends)
+        asking = np.flatnonzero(firsts < stops).tolist()
+        return {s: self._score_prompt(layout, s, slice(firsts[s], stops[s]), hidden) for s in asking}
 
-    def _score_prompt(self, layout: Layout, s: int, hidden: torch.Tensor) -> tuple[Logprobs, ...]:
-        row, start, first = int(layout.rows[s]), int(layout.starts[s]), int(layout.query_starts[s])
-        record = self.rows.sampling[row]
-        end = min(int(layout.ends[s]) + 1, int(record["prompt_len"]))
-        tokens = self.rows.tokens[row, start + 1 : end].long()
-        hidden, top = hidden[first : first + len(tokens)], int(record["prompt_logprobs"])
+    def _score_prompt(self, layout: Layout, s: int, positions: slice, hidden: torch.Tensor) -> tuple[Logprobs, ...]:
+        row, top = int(layout.rows[s]), int(self.rows.sampling[layout.rows[s]]["prompt_logprobs"])
+        tokens = self.rows.tokens[row, positions].long()
+        # The logits of a token are those of the position before it.
+        first = int(layout.query_starts[s]) + positions.start - 1 - int(layout.starts[s])
+        hidden = hidden[first : first + len(tokens)]
         scores: list[Logprobs] = []
         for run in chunks(len(tokens), self.rows.vocab_size):
             logprobs, places = self.model.logits(hidden[run]).log_softmax(-1), np.arange(run.stop - run.start)
             scored = score(logprobs, tokens[run], np.full_like(places, top), places, ranked=True)
             scores += [entry for _, entry in scored.read()]
         return tuple(scores)
+
+
+def scored_ranges(records: Records, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """For each slice, the first prompt token whose log-probability it computes, and the one after the last."""
+    firsts = np.maximum(starts + 1, records["prompt_logprobs_start"])
+    return firsts, np.where(records["prompt_logprobs"] >= 0, np.minimum(ends + 1, records["prompt_len"]), 0)
 
 
 def picked(results: torch.Tensor, slices: Ints, among: int) -> torch.Tensor:

@@ -67,6 +67,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step: int
     tokens: list[int]
     logprobs: dict[int, Logprobs] = {}  # by index into `tokens`
-    prompt_logprobs: dict[int, tuple[Logprobs, ...]] = {}  # by slice: of prompt tokens starts+1 ... starts+counts
+    prompt_logprobs: dict[
+        int, tuple[Logprobs, ...]
+    ] = {}  # by slice: of its requested ones among prompt tokens starts+1 ... starts+counts
     lost: tuple[int, ...] = ()  # indices into `tokens` of invalid tokens: the row's grammar could not be followed
     lengths: list[int] = []  # number of tokens per slice that samples; empty: one each

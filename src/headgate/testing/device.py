@@ -53,7 +53,7 @@ class FakeDevice:
         self.kv: list[list[Entry]] = [[-1] * block_size for _ in range(num_blocks)]
         self._tokens: list[list[int]] = [[] for _ in range(max_rows)]
         self._tables: list[list[int]] = [[] for _ in range(max_rows)]
-        self._scored: list[int] = [0] * max_rows  # prompt length of rows that want prompt log-probabilities
+        self._scored: list[range] = [range(0)] * max_rows  # the prompt tokens whose log-probabilities a row wants
         self._queue: deque[StepPlan] = deque()
 
     def __len__(self) -> int:
@@ -69,7 +69,8 @@ class FakeDevice:
         for join in plan.joins:
             self._tokens[join.row] = list(join.tokens)
             self._tables[join.row] = list(join.blocks)
-            self._scored[join.row] = join.prompt_len if join.sampling.prompt_logprobs is not None else 0
+            scored = range(join.sampling.prompt_logprobs_start, join.prompt_len)
+            self._scored[join.row] = range(0) if join.sampling.prompt_logprobs is None else scored
         for row, blocks in plan.grown:
             self._tables[row] += blocks
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
@@ -121,8 +122,8 @@ class FakeDevice:
     def _score(self, plan: StepPlan) -> dict[int, tuple[Logprobs, ...]]:
         scores = {}
         for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
-            stop = min(start + count + 1, self._scored[row])
-            if start + 1 < stop:
+            first, stop = max(start + 1, self._scored[row].start), min(start + count + 1, self._scored[row].stop)
+            if first < stop:
                 entries, tokens = self.read(row, stop - 1), self._tokens[row]
-                scores[i] = tuple(score(entries[p - 1], tokens[p]) for p in range(start + 1, stop))
+                scores[i] = tuple(score(entries[p - 1], tokens[p]) for p in range(first, stop))
         return scores

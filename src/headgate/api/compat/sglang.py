@@ -29,7 +29,7 @@ from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.constraints import response_format_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece, run
-from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
+from headgate.api.generate.jobs import Prompt, check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import LOWEST
 from headgate.api.generate.prompts import text_prompts
 from headgate.api.generate.reading import read_body
@@ -89,7 +89,8 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     e2e_latency: float
     output_token_logprobs: list[Scored] | UnsetType = UNSET
     input_token_logprobs: list[Scored] | UnsetType = UNSET
-    output_top_logprobs: list[list[Scored] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[Scored]] | UnsetType = UNSET
+    input_top_logprobs: list[list[Scored] | None] | UnsetType = UNSET  # None for the first
 
 
 class Generated(msgspec.Struct, kw_only=True):
@@ -166,6 +167,7 @@ async def _prepare(
     context: RequestContext,
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
     read = await text_prompts(api, prompts, context.share)
+    _check_start(asked, read)
     groups = [read] if len(bodies) == 1 else [[prompt] for prompt in read]
     jobs: list[ChoiceJob] = []
     for body, group in zip(bodies, groups, strict=True):
@@ -175,18 +177,35 @@ async def _prepare(
     return jobs, SglangFormat(api, asked, context, len(prompts))
 
 
+def _check_start(asked: GenerateBody, prompts: Sequence[Prompt]) -> None:
+    shortest = min(len(prompt.token_ids) for prompt in prompts)
+    if asked.return_logprob and (asked.logprob_start_len or 0) > shortest:
+        raise RequestError(
+            f"logprob_start_len is {asked.logprob_start_len}; a prompt has {shortest} tokens",
+            param="logprob_start_len",
+        )
+
+
 async def _sampling(
     api: Api, asked: GenerateBody, body: CompletionRequest, context: RequestContext
 ) -> SamplingParams:
     grammar = await response_format_grammar(api, body.response_format, context.share)
-    start = asked.logprob_start_len
-    scores_prompt = asked.return_logprob and start is not None and start >= 0
+    start, top = _scored_from(asked), asked.top_logprobs_num or 0
     return sampling_params(
         sampling_given(body, "completions"),
-        logprobs=(asked.top_logprobs_num or 0) if asked.return_logprob else None,
-        prompt_logprobs=0 if scores_prompt else None,
+        logprobs=top if asked.return_logprob else None,
+        prompt_logprobs=None if start is None else top,
+        prompt_logprobs_start=0
+        if start is None
+        else start + 1,  # the token at `start` itself is listed without a value
         grammar=grammar,
     )
+
+
+def _scored_from(asked: GenerateBody) -> int | None:
+    """The first prompt token that `input_token_logprobs` lists; None: none, which is the default."""
+    start = asked.logprob_start_len
+    return None if not asked.return_logprob or start is None or start < 0 else start
 
 
 class SglangFormat:
@@ -260,12 +279,15 @@ class SglangFormat:
         ]
         if self._asked.top_logprobs_num:
             meta.output_top_logprobs = [self._top(score) for score in piece.logprobs]
-        start = self._asked.logprob_start_len
-        meta.input_token_logprobs = []
-        if start is not None and start >= 0:
-            values = [None, *(score.token for score in piece.prompt_logprobs)]
-            pairs = zip(values, job.request.prompt, strict=False)
-            meta.input_token_logprobs = [self._scored(value, id) for value, id in pairs][start:]
+        start = _scored_from(self._asked)
+        listed = () if start is None else job.request.prompt[start:]
+        scores = [None, *piece.prompt_logprobs][: len(listed)]
+        meta.input_token_logprobs = [
+            self._scored(None if score is None else score.token, id)
+            for score, id in zip(scores, listed, strict=False)
+        ]
+        if self._asked.top_logprobs_num:
+            meta.input_top_logprobs = [None if score is None else self._top(score) for score in scores]
 
     def _top(self, score: Logprobs) -> list[Scored]:
         return [self._scored(value, id) for value, id in zip(score.top, score.top_ids, strict=True)]

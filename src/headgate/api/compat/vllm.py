@@ -20,8 +20,8 @@ from headgate.api.control import abort
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
-from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
-from headgate.api.generate.logprobs import chat_logprobs
+from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
+from headgate.api.generate.logprobs import chat_logprobs, prompt_logprobs
 from headgate.api.generate.prompts import text_prompt
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
@@ -29,7 +29,7 @@ from headgate.api.generate.usage import usage_of, usage_so_far
 from headgate.api.generate.wire import error_event, usage_asked, usage_in_chunks
 from headgate.api.host import host_of
 from headgate.api.state import Api, api_of
-from headgate.contract.answers import ChatLogprobs, Usage
+from headgate.contract.answers import ChatLogprobs, PromptLogprobs, Usage
 from headgate.contract.compatible import check_compatible, check_sampling_field
 from headgate.contract.decoding import convert
 from headgate.contract.event_json import encode
@@ -119,6 +119,7 @@ class TokensResponse(msgspec.Struct, kw_only=True):
     choices: list[TokensChoice]
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 async def generate(request: Request) -> Response:
@@ -152,7 +153,8 @@ def completion_of(params: Mapping[str, Any], fields: Mapping[str, Any], within: 
 async def _prepare(
     api: Api, asked: TokensRequest, body: CompletionRequest, text: TextParams, context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    sampling = sampling_params(sampling_given(body, "completions"))
+    given = sampling_given(body, "completions")
+    sampling = sampling_params(given, prompt_logprobs=asked_prompt_logprobs(given, body))
     assert isinstance(body.prompt, list)
     prompt = await text_prompt(api, body.prompt, context.share)
     return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, asked, text.n, context)
@@ -196,6 +198,9 @@ class VllmTokensFormat:
         answer.usage = self._usage()
         if self._asked.return_token_ids:
             answer.prompt_token_ids = jobs[0].request.prompt
+        if jobs[0].request.sampling.prompt_logprobs is not None:
+            scores = answers[0].prompt_logprobs
+            answer.prompt_logprobs = prompt_logprobs(self._api.tokenizer, jobs[0].request.prompt, scores)
         return encode(answer)
 
     def _note(self, job: ChoiceJob, piece: Piece) -> None:

@@ -13,8 +13,8 @@ from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.choices_format import ChoicesFormat
 from headgate.api.generate.constraints import constraint_for
 from headgate.api.generate.generation import ChoiceJob, Piece
-from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
-from headgate.api.generate.logprobs import chat_logprobs
+from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
+from headgate.api.generate.logprobs import chat_logprobs, prompt_logprobs
 from headgate.api.generate.prompts import chat_prompt
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
@@ -51,9 +51,11 @@ async def prepare(
 
 
 async def chat_jobs(api: Api, body: ChatRequest, text: TextParams, share: str) -> list[ChoiceJob]:
+    given = sampling_given(body, "chat")
     sampling = sampling_params(
-        sampling_given(body, "chat"),
+        given,
         logprobs=_asked_logprobs(body),
+        prompt_logprobs=asked_prompt_logprobs(given, body),
         grammar=await grammar_for(api, body, share),
     )
     prompt = await chat_prompt(
@@ -146,6 +148,9 @@ class ChatFormat(ChoicesFormat):
         answer = ChatCompletion(choices=choices, **self._envelope())
         if self._body.return_token_ids:
             answer.prompt_token_ids = jobs[0].request.prompt
+        if jobs[0].request.sampling.prompt_logprobs is not None:
+            scores = answers[0].prompt_logprobs
+            answer.prompt_logprobs = prompt_logprobs(self._api.tokenizer, jobs[0].request.prompt, scores)
         return encode(answer)
 
     def _choice(self, job: ChoiceJob, answer: Piece) -> ChatChoice:

@@ -12,8 +12,8 @@ from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.choices_format import ChoicesFormat
 from headgate.api.generate.constraints import response_format_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece
-from headgate.api.generate.jobs import check_choices, make_jobs, sampling_params
-from headgate.api.generate.logprobs import completion_logprobs, joined, prompt_offsets
+from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
+from headgate.api.generate.logprobs import completion_logprobs, joined, prompt_logprobs, prompt_offsets
 from headgate.api.generate.prompts import text_prompts
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
@@ -49,20 +49,31 @@ async def prepare(
     grammar = await response_format_grammar(api, body.response_format, context.share)
     given = sampling_given(body, "completions")
     given.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, given.get("min_tokens", 0)))
-    prompt_logprobs = given.get("logprobs") if body.echo else None
-    sampling = sampling_params(given, prompt_logprobs=prompt_logprobs, grammar=grammar)
+    asked = asked_prompt_logprobs(given, body)
+    echoed = given.get("logprobs") if body.echo else None
+    sampling = sampling_params(given, prompt_logprobs=echoed if asked is None else asked, grammar=grammar)
     add_special = body.add_special_tokens is not False
     read = await text_prompts(api, prompts, context.share, add_special=add_special, echo=bool(body.echo))
-    scored = sampling.logprobs is not None
-    return make_jobs(body, read, sampling, text), CompletionFormat(api, body, text.n, context, scored=scored)
+    scored, prompt_scored = sampling.logprobs is not None, asked is not None
+    answer_format = CompletionFormat(api, body, text.n, context, scored=scored, prompt_scored=prompt_scored)
+    return make_jobs(body, read, sampling, text), answer_format
 
 
 class CompletionFormat(ChoicesFormat):
     before_text = b'{"index":%d,"text":'
     after_text = b',"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, api: Api, body: CompletionRequest, n: int, context: RequestContext, *, scored: bool) -> None:
-        self._body, self._scored = body, scored
+    def __init__(
+        self,
+        api: Api,
+        body: CompletionRequest,
+        n: int,
+        context: RequestContext,
+        *,
+        scored: bool,
+        prompt_scored: bool = False,
+    ) -> None:
+        self._body, self._scored, self._prompt_scored = body, scored, prompt_scored
         self._scores: dict[int, list[Logprobs]] = {}  # of the prompts of streams that have not begun
         simple = not (scored or body.return_token_ids or body.return_weight_versions)
         super().__init__(api, body, n, context, prefix="cmpl-", object="text_completion", fast_path=simple)
@@ -92,6 +103,10 @@ class CompletionFormat(ChoicesFormat):
 
     def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
         choices = [self._choice(job, answer, first=True) for job, answer in zip(jobs, answers, strict=True)]
+        if self._prompt_scored:
+            for choice, job, answer in zip(choices, jobs, answers, strict=True):
+                scores = answer.prompt_logprobs
+                choice.prompt_logprobs = prompt_logprobs(self._api.tokenizer, job.request.prompt, scores)
         return encode(TextCompletion(choices=choices, **self._envelope()))
 
     # -- both -------------------------------------------------------------------

@@ -44,7 +44,7 @@ def make_jobs(
     return [
         ChoiceJob(
             index=index,
-            request=_request(body, prompt, _sampling(sampling, next(seeds), resumed.get(index))),
+            request=_request(body, prompt, _sampling(body, sampling, next(seeds), resumed.get(index))),
             stop=text.stop,
             include_stop=text.include_stop_str_in_output,
             skip_special=text.skip_special_tokens,
@@ -64,6 +64,18 @@ def sampling_params(given: dict[str, Any], **own: Any) -> SamplingParams:
         raise RequestError(str(error), param=str(error).split()[0], code="invalid_value") from None
 
 
+def asked_prompt_logprobs(given: dict[str, Any], body: Generation) -> int | None:
+    """How many candidates to return for each position of the prompt, or None. As in vLLM, streams do not have them."""
+    asked: int | None = given.get("prompt_logprobs")
+    if asked and body.stream:
+        raise RequestError(
+            "prompt_logprobs are not available with stream; leave stream out",
+            param="prompt_logprobs",
+            code="unsupported_parameter",
+        )
+    return None if body.stream else asked
+
+
 def _seeds(seed: int | None) -> Iterator[int]:
     """A seed for each choice: random, or counted up from the given one."""
     while True:
@@ -74,9 +86,10 @@ def _seeds(seed: int | None) -> Iterator[int]:
             seed = seed + 1 if seed < 2**63 - 1 else -(2**63)
 
 
-def _sampling(sampling: SamplingParams, seed: int, resumed: Resumed | None) -> SamplingParams:
-    # Prompt log-probabilities are sent with the first token, so a resumed choice has sent them already.
-    scored = sampling.prompt_logprobs if resumed is None else None
+def _sampling(body: Generation, sampling: SamplingParams, seed: int, resumed: Resumed | None) -> SamplingParams:
+    # Prompt log-probabilities are sent with the first token, so a resumed choice has sent them already. An export sends
+    # a ticket only; the server that generates the answer scores the prompt.
+    scored = sampling.prompt_logprobs if resumed is None and not body.export_kv else None
     return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=scored)
 
 
@@ -87,7 +100,7 @@ def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int])
     """
     if body.resume is None:
         return {}
-    if not body.stream and sampling.logprobs is not None:
+    if not body.stream and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         raise RequestError(
             "a whole answer with logprobs cannot be resumed; send the request again without resume",
             param="resume",

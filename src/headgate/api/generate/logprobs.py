@@ -1,10 +1,18 @@
-"""Log-probabilities in OpenAI's two formats: a list of entries for chat, four columns for completions."""
+"""Log-probabilities in OpenAI's two formats (a list of entries for chat, four columns for completions) and in vLLM's for
+prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headgate.contract.answers import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from headgate.contract.answers import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from headgate.protocol.plan import Logprobs
 from headgate.text.detokenizer import Detokenizer, token_bytes
 from headgate.text.tokenizer import Tokenizer
@@ -25,6 +33,26 @@ def _entry(tokenizer: Tokenizer | None, id: int, score: Logprobs) -> TokenLogpro
 def _top(tokenizer: Tokenizer | None, id: int, value: float) -> TopLogprob:
     spelled = _spelled(tokenizer, id)
     return TopLogprob(spelled.decode(errors="replace"), max(value, LOWEST), list(spelled))
+
+
+def prompt_logprobs(tokenizer: Tokenizer | None, prompt: Sequence[int], scores: Sequence[Logprobs]) -> PromptLogprobs:
+    """One entry per token of `prompt`, or up to the last one that was scored before the request was aborted."""
+    return [None, *(_candidates(tokenizer, id, score) for id, score in zip(prompt[1:], scores, strict=False))]
+
+
+def _candidates(tokenizer: Tokenizer | None, id: int, score: Logprobs) -> dict[str, PromptLogprob]:
+    """The token itself comes first, because clients read the first entry."""
+    likeliest = {
+        other: (value, rank) for rank, (other, value) in enumerate(zip(score.top_ids, score.top, strict=True), 1)
+    }
+    return {
+        str(other): PromptLogprob(max(value, LOWEST), rank, _decoded(tokenizer, other))
+        for other, (value, rank) in ({id: (score.token, score.rank)} | likeliest).items()
+    }
+
+
+def _decoded(tokenizer: Tokenizer | None, id: int) -> str | None:
+    return None if tokenizer is None else token_bytes(tokenizer, id).decode(errors="replace")
 
 
 def completion_logprobs(

@@ -448,7 +448,8 @@ static const struct {
     {"input", PROMPT},      {"text", PROMPT},         {"input_ids", PROMPT}, {"token_ids", PROMPT},
     {"request_id", RARE},   {"n", RARE},              {"deadline_ms", RARE}, {"cache_salt", RARE},
     {"rid", RARE},          {"logprobs", RARE},       {"return_logprob", RARE}, {"session_id", RARE},
-    {"user", RARE},         {"tools", RARE},          {"instructions", RARE},
+    {"user", RARE},         {"tools", RARE},          {"instructions", RARE}, {"prompt_logprobs", RARE},
+    {"sampling_params", RARE},
 };
 
 // RARE also for a name with escapes.

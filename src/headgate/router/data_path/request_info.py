@@ -6,6 +6,7 @@ the next turn's, which is all that the prefix index needs. Workers validate the 
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -21,6 +22,7 @@ UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  
 _NONE: Final = msgspec.Raw()
 _UNASKED: Final = frozenset({b"null", b"false"})
 _EMPTY: Final = frozenset({b"", b"null", b"[]", b'""'})
+_LOGPROBS_ASKED: Final = re.compile(rb'logprobs"\s*:(?!\s*null)')
 _NUMBERS: Final = frozenset(bytes([character]) for character in b"0123456789[")
 
 
@@ -35,7 +37,9 @@ class _Body(msgspec.Struct, gc=False):
     cache_salt: str | None = None
     rid: msgspec.Raw = _NONE  # SGLang's request_id; may be a list
     logprobs: msgspec.Raw = _NONE  # a number or a boolean
+    prompt_logprobs: msgspec.Raw = _NONE
     return_logprob: bool | None = None  # SGLang's
+    sampling_params: msgspec.Raw = _NONE  # SGLang's and vLLM's; vLLM's may ask for log-probabilities
     session_id: msgspec.Raw = _NONE
     user: msgspec.Raw = _NONE
     # fields that precede the prompt in what the model reads
@@ -95,10 +99,17 @@ def read_request_info(
         prompt,
         chat,
         estimate_tokens(prompt),
-        fields.return_logprob is True
-        or (bool(fields.logprobs) and bytes(fields.logprobs) not in _UNASKED)
-        or path in RESTARTED,
+        _has_logprobs(fields) or path in RESTARTED,
         fields.deadline_ms,
+    )
+
+
+def _has_logprobs(fields: _Body) -> bool:
+    asked = (fields.logprobs, fields.prompt_logprobs)
+    return (
+        fields.return_logprob is True
+        or any(bool(each) and bytes(each) not in _UNASKED for each in asked)
+        or _LOGPROBS_ASKED.search(fields.sampling_params) is not None
     )
 
 
