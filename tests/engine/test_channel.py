@@ -4,8 +4,11 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
+
 from headgate.engine.channel import ClientChannel, EngineChannel
-from headgate.protocol.message import PROTOCOL, EngineInfo, EngineStatus, Hello, StepOutputs, Submit, Welcome
+from headgate.errors import EngineDead
+from headgate.protocol.message import PROTOCOL, Abort, EngineInfo, EngineStatus, Hello, StepOutputs, Submit, Welcome
 from headgate.protocol.output import Outputs
 
 INFO = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "none", "none")
@@ -31,5 +34,15 @@ def test_a_message_that_arrives_during_a_send_is_received(tmp_path: Path):
         finally:
             client.close()
             engine.close()
+
+    asyncio.run(main())
+
+
+def test_48_a_closed_channel_sends_nothing_to_the_next_engine_at_its_address(tmp_path: Path):
+    async def main() -> None:
+        client = ClientChannel(f"ipc://{tmp_path}/engine.sock", 0)
+        client.close()
+        with pytest.raises(EngineDead):
+            client.send(Abort([1], "api_abort"))
 
     asyncio.run(main())

@@ -500,6 +500,16 @@ def test_44_a_prefill_worker_removed_right_after_a_request_was_placed_fails_no_r
     assert report.ends == {"max_tokens": 1}
 
 
+def test_48_a_stream_that_lost_its_engine_names_no_sequence_of_the_next_one(run_plan):
+    """Sequence ids began anew with the engine: the abort of an answer that was not read ended another request."""
+    unread, other = request("unread", to="server0"), request("other", 1.5, to="server0")
+    unread.behaviour = ClientBehaviour(stalls=True, leaves_after_s=20.0)
+    killed, abort = action(0.6, "kill_engine", which=0.0), action(2.0, "abort", req_ids=["unread"])
+    report, _ = run_plan([unread, other], killed, abort, servers=1, network=NetworkConditions(high_water=512))
+    assert not report.failures
+    assert report.ends == {"left": 1, "max_tokens": 1}
+
+
 LATEST = {
     677900124: "an attempt that its router has superseded is not kept under its Idempotency-Key",
     677903472: "a request that moved and ended while workers were listed is not listed by both",

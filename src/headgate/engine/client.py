@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -185,14 +185,21 @@ class SharedStream(TokenStream):
 class EngineClient:
     """One client of one engine. Use `connected` to get one."""
 
-    def __init__(self, channel: ClientChannel, client: int, info: EngineInfo, name: str = "the engine") -> None:
+    def __init__(
+        self,
+        channel: ClientChannel,
+        client: int,
+        info: EngineInfo,
+        name: str = "the engine",
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self.info = info
         self._name = name  # for logs
         self.lost: EngineDead | None = None
         self._channel = channel
         self._client = client
         self._base = client << CLIENT_SHIFT
-        self._ids = count(1)
+        self._numbers = count(1) if numbers is None else numbers
         self._calls = count(1)
         self._answers: dict[int, asyncio.Future[Result]] = {}
         self._pings = count(1)
@@ -286,7 +293,7 @@ class EngineClient:
     def _open(self, request: GenerateRequest) -> TokenStream:
         if self.lost is not None:
             raise self.lost
-        request = msgspec.structs.replace(request, id=self._base | next(self._ids))
+        request = msgspec.structs.replace(request, id=self._base | next(self._numbers))
         stream = self._streams[request.id] = self._stream(request)
         if not self._submits:
             asyncio.get_running_loop().call_soon(self._send_submits)
@@ -384,8 +391,10 @@ def _error(refused: Refused) -> RequestError:
 
 
 @asynccontextmanager
-async def connected(address: str, client: int, timeout_s: float) -> AsyncIterator[EngineClient]:
-    """A client of the engine at `address`, after its handshake."""
+async def connected(
+    address: str, client: int, timeout_s: float, numbers: Iterator[int] | None = None
+) -> AsyncIterator[EngineClient]:
+    """A client of the engine at `address`, after its handshake. `numbers`: for the ids of its requests."""
     channel = ClientChannel(address, client)
     try:
         channel.send(Hello(PROTOCOL, client))
@@ -395,7 +404,7 @@ async def connected(address: str, client: int, timeout_s: float) -> AsyncIterato
             raise EngineDead(f"the engine at {address} has not answered in {timeout_s:g} s") from None
         if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL:
             raise EngineDead(f"the engine at {address} does not speak protocol {PROTOCOL}")
-        engine = EngineClient(channel, client, welcome.info, f"the engine at {address}")
+        engine = EngineClient(channel, client, welcome.info, f"the engine at {address}", numbers)
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(engine.listen())
             try:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import count, repeat
 from pathlib import Path
 
 import msgspec
@@ -97,10 +97,13 @@ class Replica:
 class Replicas:
     """Use `started` to get one."""
 
-    def __init__(self, start: EngineStart, count: int, client: int, folder: Path) -> None:
+    def __init__(self, start: EngineStart, engines: int, client: int, folder: Path) -> None:
         self._start = start
         self._client = client
-        self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(count)]
+        # One count for all engines: a stream that still refers to an engine that was lost must not name a sequence of
+        # the engine that has replaced it.
+        self._numbers = count(1)
+        self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(engines)]
         self._streams: dict[MovingStream, None] = {}  # in the order of opening
         self._weights = FleetWeights()
         self.asked: Pause | Resume | None = None  # the last command to all engines
@@ -272,7 +275,7 @@ class Replicas:
             with lone_errors():
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(raise_at_exit(process))
-                    async with connected(replica.address, self._client, START_TIMEOUT_S) as client:
+                    async with connected(replica.address, self._client, START_TIMEOUT_S, self._numbers) as client:
                         await self._bring_up(replica, client)
                         if self._weights is not weights:
                             raise EngineDead("the fleet's weights changed while it started")

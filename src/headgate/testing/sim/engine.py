@@ -29,7 +29,7 @@ from headgate.engine.channel import EngineChannel, _encoder, _from_engine, _iden
 from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop
 from headgate.engine.start import EngineStart
-from headgate.errors import HalfWritten, SourceLost
+from headgate.errors import EngineDead, HalfWritten, SourceLost
 from headgate.protocol.command import FileSource, Source
 from headgate.protocol.message import CommandAnswer, EngineInfo, FromClient, FromEngine, StepOutputs
 from headgate.protocol.plan import StepPlan, StepResult
@@ -273,6 +273,7 @@ class SimClientChannel:
         self._bus, self._address, self._identity, self._host = processes.bus, address, _identity(client), host
         self._frames: deque[bytes] = deque()
         self._arrived = asyncio.Event()
+        self._closed = False
         self.pipe = DelayedPipe(loop, self._arrive, host.context)
         self._bus.clients[address, self._identity] = self
 
@@ -281,6 +282,8 @@ class SimClientChannel:
         self._arrived.set()
 
     def send(self, message: FromClient) -> None:
+        if self._closed:  # the next engine at this address would take it for a message of its own client
+            raise EngineDead("nothing can be sent to it: the channel is closed")
         if self._host.alive:
             self._bus.send(self._address, self._identity, _encoder.encode(message))
 
@@ -291,6 +294,7 @@ class SimClientChannel:
         return _from_engine.decode(self._frames.popleft())
 
     def close(self) -> None:
+        self._closed = True
         if self._bus.clients.get((self._address, self._identity)) is self:
             del self._bus.clients[self._address, self._identity]
         self._bus.early.pop(self._address, None)
