@@ -9,9 +9,13 @@ import sys
 import pytest
 import torch
 
+from headgate.device.weights.checksums import checksums
 from headgate.device.weights.loading import SafetensorsFolder, TensorInfo, load_weights
 from headgate.errors import BrokenCheckpoint, HalfWritten, NotAModel, SourceLost
+from headgate.layers.backend import Matrix
 from headgate.layers.choice import available_backends
+from headgate.layers.formats import Fp8Rows
+from headgate.layers.linear import Linear
 from headgate.models import build_model, read_spec
 from headgate.testing.tiny import tiny_config, tiny_model, tiny_tensors, write_shard
 
@@ -82,6 +86,32 @@ def test_a_live_update_replaces_every_weight(tmp_path, model):
     for ours, theirs in zip(model.layers, fresh.layers, strict=True):
         assert torch.equal(ours.attention.qkv.matrix.data, theirs.attention.qkv.matrix.data)
         assert torch.equal(ours.mlp.gate_up(hidden), theirs.mlp.gate_up(hidden))
+
+
+@pytest.mark.parametrize("changed", [NORM, UP, "model.embed_tokens.weight"])
+def test_checksums_change_with_one_number_and_back(folder, model, changed):
+    tensors = tensors_of(folder)
+    before = checksums(model)
+    assert before.keys() == tensors.keys() - {"lm_head.weight"} or before.keys() == tensors.keys()
+    kept = tensors[changed].clone()
+    tensors[changed].view(-1)[-1] += 1
+    load_weights(model, Given(tensors))
+    after = checksums(model)
+    differing = {name for name in before if after[name] != before[name]}
+    fused = {UP, UP.replace("up_proj", "gate_proj")}  # one matrix
+    assert differing == (fused if changed == UP else {changed})
+    load_weights(model, Given(tensors | {changed: kept}))
+    assert checksums(model) == before
+
+
+def test_the_checksum_of_a_quantised_matrix_includes_its_scale(model):
+    data, scale = torch.ones(2, 4, dtype=torch.uint8), torch.ones(2)
+    matrix = Matrix(data, 2, 4, Fp8Rows(), scale)
+    linear = Linear(model.backend, matrix, {"part": 2})
+    (before,) = checksums(linear).values()
+    scale *= 2  # the same numbers, twice as large
+    (after,) = checksums(linear).values()
+    assert before != after
 
 
 def test_a_missing_tensor_is_named(model, folder):

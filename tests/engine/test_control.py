@@ -8,6 +8,7 @@ import pytest
 
 from headgate.errors import BrokenCheckpoint, HalfWritten
 from headgate.protocol.command import (
+    ChecksumWeights,
     Denied,
     EngineState,
     FileSource,
@@ -21,6 +22,7 @@ from headgate.protocol.command import (
     Stop,
     UpdateWeights,
     Wake,
+    WeightChecksums,
 )
 from headgate.protocol.message import Abort
 from headgate.protocol.request import Ticket
@@ -388,6 +390,19 @@ def test_flushing_reports_how_many_blocks_were_dropped():
     number = harness.call(Flush())
     harness.loop.turn()
     assert harness.answers[number] == Flushed(2)
+
+
+def test_checksums_are_computed_while_requests_run_but_not_asleep():
+    harness = paused()
+    asleep, number = harness.call(Sleep(("weights",))), harness.call(ChecksumWeights())
+    harness.loop.turn()
+    assert harness.answers[asleep].asleep == ("weights",) and harness.answers[number].code == "asleep"
+    harness.call(Wake()), harness.call(Resume())
+    harness.loop.turn()
+    number = harness.call(ChecksumWeights())
+    harness.loop.turn()
+    assert harness.answers[number] == WeightChecksums(0, {"weights": "0"})
+    finish(harness)
 
 
 def test_25_a_repeated_update_succeeds_without_loading_again(tmp_path):

@@ -201,6 +201,8 @@ def test_a_killed_server_leaves_no_rank_processes(folder, monkeypatch):
         assert len(answer["choices"][0]["completion_token_ids"]) == 5
         refused = client.post("/v1/completions", json={"prompt": [1] * 99, "export_kv": True})
         assert refused.status_code == 400 and "does not export KV" in refused.text
+        unchecked = client.post("/weights_checker", json={"action": "checksum"})
+        assert unchecked.status_code == 400 and "several ranks" in unchecked.text
         (engine,) = server.engine_pids().values()
         pids = [engine, *ranks_of(engine)]
         assert len(pids) == 2 and all(map(alive, pids))

@@ -5,6 +5,7 @@ import pytest
 
 from headgate.protocol.command import (
     BroadcastSource,
+    ChecksumWeights,
     CollectWeights,
     Command,
     DiscardWeights,
@@ -46,6 +47,7 @@ from headgate.protocol.command import (
         DiscardWeights("the trainer is gone"),
         Sleep(("weights",)),
         Wake(),
+        ChecksumWeights(),
     ],
     ids=lambda command: type(command).__name__,
 )

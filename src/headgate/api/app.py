@@ -12,6 +12,7 @@ from headgate.api.accounting import dashboard
 from headgate.api.accounting.ledger import Ledger
 from headgate.api.compat import sglang, status, trl, vllm, vllm_weights
 from headgate.api.compat import weights as transfer
+from headgate.api.compat.weights_checker import WeightSnapshot, weights_checker
 from headgate.api.control import abort, requests
 from headgate.api.control import lifecycle as control
 from headgate.api.control.health import health, live, ready
@@ -90,6 +91,7 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     sglang_ops.GET_WEIGHT_VERSION: status.weight_version,
     sglang_ops.WEIGHT_VERSION: status.weight_version,
     sglang_ops.UPDATE_WEIGHT_VERSION: status.update_weight_version,
+    sglang_ops.WEIGHTS_CHECKER: weights_checker,
     sglang_ops.GET_LOAD: status.get_load,
     sglang_ops.LOADS: sglang.loads,
     sglang_ops.HEALTH_GENERATE: sglang.health_generate,
@@ -144,6 +146,7 @@ def build_app(api: Api, host: ServerContext, keys: Keys, max_body_bytes: int) ->
     app.state.host = host
     app.state.controls = Controls(api, host)
     app.state.transfers = transfer.Transfers()
+    app.state.weight_snapshot = WeightSnapshot()
     app.state.replays = Replays()
     app.state.feed = Feed(dashboard.ServerSource(api, host))
     return app

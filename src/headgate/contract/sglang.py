@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from headgate.contract.compatible import takes_compatible
 from headgate.contract.control import Label, TrainerGroup
@@ -77,6 +79,45 @@ class PauseBody(msgspec.Struct, kw_only=True):
 
 
 MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "freeze", "retract": "freeze"}
+
+
+class CheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    action: str = "checksum"
+    skip_tensor_list: list[str] | None = None  # parts of the names of tensors to leave out
+    allow_quant_error: bool = False
+    selector: Literal["target", "all"] = "all"  # there is no draft model
+
+    def check(self) -> None:
+        if self.action not in CHECKS:
+            why = " overwrites the weights and" if self.action == "reset_tensors" else ""
+            message = f"{self.action!r:.100}{why} is not supported; use one of {', '.join(CHECKS)}"
+            raise RequestError(message, param="action", code="unsupported_parameter")
+        if self.allow_quant_error:
+            message = "checksums are equal or not; leave out allow_quant_error"
+            raise RequestError(message, param="allow_quant_error", code="unsupported_parameter")
+
+
+CHECKS = ("checksum", "snapshot", "compare")
+
+
+class RankChecksums(msgspec.Struct, kw_only=True):
+    checksums: dict[str, str]
+    per_gpu_checksum: str
+    parallelism_info: dict[str, int]
+
+
+class Checked(msgspec.Struct, kw_only=True):
+    """The answer of a check. Only a checksum has `ranks`: one entry per engine."""
+
+    success: bool = True
+    message: str = "Success."
+    ranks: list[RankChecksums] | UnsetType = UNSET
+    per_engine_checksum: str | UnsetType = UNSET
+
+
+def combined(ranks: Sequence[RankChecksums]) -> Checked:
+    digest = sha256("".join(rank.per_gpu_checksum for rank in ranks).encode()).hexdigest()
+    return Checked(ranks=list(ranks), per_engine_checksum=digest)
 
 
 class FromDisk(msgspec.Struct, kw_only=True):

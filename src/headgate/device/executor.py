@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from headgate.device.memory import current
 from headgate.device.runner import Launched, ModelRunner
 from headgate.device.sleeping_memory import Sleeper
+from headgate.device.weights.checksums import checksums
 from headgate.device.weights.loading import WeightSource, load_weights
 from headgate.errors import EngineDead, HalfWritten
 from headgate.protocol.command import TAGS, Tag
@@ -47,6 +48,9 @@ class Executor(Protocol):
 
     def wake_kv(self) -> Future[None]:
         """Allocate the memory of the KV cache again, zeroed. Raises OutOfMemory if there is too little."""
+
+    def checksums(self) -> Future[dict[str, str]]:
+        """The SHA-256 of the weights by checkpoint name, after all plans launched before."""
 
     def close(self) -> None:
         """Finish the running step, fail the waiting ones, and release the device."""
@@ -80,6 +84,9 @@ class LocalExecutor:
 
     def wake_kv(self) -> Future[None]:
         return self._submit(self._wake_kv)
+
+    def checksums(self) -> Future[dict[str, str]]:
+        return self._submit(lambda: checksums(self._runner.model))
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._closed = True

@@ -26,6 +26,7 @@ from headgate.device.weights.file_stamps import Stamps, stamps
 from headgate.engine.collecting import Collecting, Wires
 from headgate.errors import HalfWritten, ModelError, OutOfMemory, RequestError, SourceLost, Unavailable
 from headgate.protocol.command import (
+    ChecksumWeights,
     CollectWeights,
     Command,
     Denied,
@@ -51,6 +52,7 @@ from headgate.protocol.command import (
     Tag,
     UpdateWeights,
     Wake,
+    WeightChecksums,
 )
 from headgate.protocol.output import Cause
 
@@ -82,6 +84,8 @@ class DeviceResources(Protocol):
     def wake_weights(self) -> Future[None]: ...
 
     def wake_kv(self) -> Future[None]: ...
+
+    def checksums(self) -> Future[dict[str, str]]: ...
 
 
 class Control:
@@ -168,6 +172,8 @@ class Control:
                 return self._wake_up(command)
             case Flush():
                 return Flushed(self._scheduler.pool.flush())
+            case ChecksumWeights():
+                return self._checksum()
             case ListSequences():
                 return SequenceList(self.list_sequences())
             case JoinGroup() | LeaveGroup() | CollectWeights() | DiscardWeights():
@@ -334,6 +340,15 @@ class Control:
         if "kv_cache" in sleeping:
             yield from self._until_moved(self._resources.wake_kv)
         return self._engine_state(began_s)
+
+    def _checksum(self) -> Program:
+        if "weights" in self._resources.asleep:
+            raise _conflict("the weights are asleep; wake the engine first", code="asleep")
+        version, computing = self._scheduler.version, self._resources.checksums()
+        computing.add_done_callback(lambda _: self._wake())
+        while not computing.done():
+            yield
+        return WeightChecksums(version, computing.result())
 
     def _refuse_if_asleep(self) -> None:
         if asleep := self._resources.asleep:

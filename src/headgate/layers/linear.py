@@ -48,7 +48,8 @@ class Linear:
             row = end
 
     def _rows(self, mine: slice, rows: int, row: int) -> WeightParameter:
-        return WeightParameter((rows, self.matrix.columns), cut(mine, partial(self.pack, row)), self.matrix.data)
+        shape, matrix = (rows, self.matrix.columns), self.matrix
+        return WeightParameter(shape, cut(mine, partial(self.pack, row)), matrix.data, matrix.scale)
 
 
 class GateUp(Linear):
@@ -82,7 +83,7 @@ class SummedLinear:
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         whole = (self.matrix.rows, self.matrix.columns * self.ranks.size)
-        yield f"{self.name}.weight", WeightParameter(whole, self.pack, self.matrix.data)
+        yield f"{self.name}.weight", WeightParameter(whole, self.pack, self.matrix.data, self.matrix.scale)
         if self.bias is not None:
             yield f"{self.name}.bias", tensor_parameter(self.bias)
 

@@ -18,6 +18,7 @@ class WeightParameter:
     shape: tuple[int, ...]
     write: Callable[[Weight], object]
     tensor: torch.Tensor  # the tensor that holds it, possibly with others
+    scale: torch.Tensor | None = None  # of the rows of a quantised matrix
 
 
 class Layer(Protocol):

@@ -226,6 +226,10 @@ class ListSequences(msgspec.Struct, frozen=True, array_like=True, tag="look"):
     """List the live sequences, as one consistent snapshot."""
 
 
+class ChecksumWeights(msgspec.Struct, frozen=True, array_like=True, tag="checksum"):
+    """Compute checksums of the weights in service, after all steps launched before."""
+
+
 Command = (
     Stop
     | Pause
@@ -239,6 +243,7 @@ Command = (
     | LeaveGroup
     | CollectWeights
     | DiscardWeights
+    | ChecksumWeights
 )
 
 
@@ -269,6 +274,11 @@ class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
     on: str = ""  # the device whose memory holds them
 
 
+class WeightChecksums(msgspec.Struct, frozen=True, array_like=True, tag="checksums"):
+    version: int
+    sha256: dict[str, str]  # in hex, by checkpoint name; parts of a fused matrix have the checksum of the matrix
+
+
 class SequenceStatus(msgspec.Struct, frozen=True, array_like=True):
     id: int
     phase: str
@@ -291,4 +301,4 @@ class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
     message: str
 
 
-Result = EngineState | Flushed | SequenceList | Denied | Collected
+Result = EngineState | Flushed | SequenceList | Denied | Collected | WeightChecksums

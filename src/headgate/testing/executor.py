@@ -65,6 +65,11 @@ class FakeExecutor:
         self.asleep = tuple(tag for tag in self.asleep if tag != "kv_cache")
         return done()
 
+    def checksums(self) -> Future[dict[str, str]]:
+        future: Future[dict[str, str]] = Future()
+        future.set_result({"weights": str(self.device.version)})
+        return future
+
     def close(self) -> None:
         while self._futures:
             self.land()

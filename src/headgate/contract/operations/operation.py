@@ -55,7 +55,7 @@ class AskAll:
     pauses: bool = False
     resumes: bool = False
     holds_requests: bool = False  # new requests wait at the router while running workers are updated
-    moves_memory: bool = False  # loads weights or changes memory, which takes long
+    moves_memory: bool = False  # reads or loads all weights, or changes memory, which takes long
     updates_weights: bool = False  # the router chooses the number of the new version, the same for all workers
     names_weights: bool = False  # gives the weights of all workers another label
     drops_prefixes: bool = False  # empties the prefix caches of the workers

@@ -10,6 +10,8 @@ from headgate.contract.operations.other_system import named_by
 from headgate.contract.sglang import (
     AbortBody,
     BeginUpdate,
+    CheckBody,
+    Checked,
     FromDisk,
     FromDistributed,
     FromTensor,
@@ -77,6 +79,9 @@ GET_WEIGHT_VERSION: Final = _sglang("GET", "/get_weight_version", Access.TENANT,
 WEIGHT_VERSION: Final = _sglang("GET", "/weight_version", Access.TENANT, AskOne())
 UPDATE_WEIGHT_VERSION: Final = _sglang(
     "POST", "/update_weight_version", Access.ADMIN, AskAll(names_weights=True), body=NewVersion
+)
+WEIGHTS_CHECKER: Final = _sglang(
+    "POST", "/weights_checker", Access.ADMIN, AskAll(moves_memory=True), body=CheckBody, answer=Checked
 )
 GET_LOAD: Final = _sglang("GET", "/get_load", Access.TENANT, RouterHandler())
 LOADS: Final = _sglang("GET", "/v1/loads", Access.TENANT, RouterHandler())

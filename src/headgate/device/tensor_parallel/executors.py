@@ -9,6 +9,7 @@ counts as having done it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +67,9 @@ class RankExecutor(LocalExecutor):
     def close(self, timeout_s: float = 10.0) -> None:
         super().close(timeout_s)
         self._on_close()
+
+    def checksums(self) -> Future[dict[str, str]]:
+        raise RequestError("this engine has several ranks and cannot compute checksums of its weights")
 
     def carry_out(self, order: Order) -> None:
         """Carry out an order from rank 0. Raises what it raises on rank 0."""

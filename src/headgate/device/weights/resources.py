@@ -98,6 +98,9 @@ class ModelResources:
     def wake_kv(self) -> Future[None]:
         return self._executor.wake_kv()
 
+    def checksums(self) -> Future[dict[str, str]]:
+        return self._executor.checksums()
+
     def wake_weights(self) -> Future[None]:
         """Reload the weights from their last source. Raises SourceLost if it is missing or has changed."""
         self._origin = self._last_origin()

@@ -22,13 +22,22 @@ from headgate.contract.decoding import convert, decode
 from headgate.contract.operations import sglang as sglang_ops
 from headgate.contract.operations import vllm as vllm_ops
 from headgate.contract.operations.operation import AskAll, AskOne, Operation
-from headgate.contract.sglang import AbortBody, FromDisk
+from headgate.contract.sglang import AbortBody, Checked, FromDisk, combined
 from headgate.edge.reading import read_control
 from headgate.edge.routing import Handler
 from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S, PauseMode
 from headgate.router.control.abort import abort
-from headgate.router.control.fan_out import SLACK_S, CallerHeaders, Order, WorkerCall, WorkerReply, of_kind, to_all
+from headgate.router.control.fan_out import (
+    SLACK_S,
+    CallerHeaders,
+    Order,
+    WorkerCall,
+    WorkerReply,
+    of_kind,
+    read_reply,
+    to_all,
+)
 from headgate.router.control.lifecycle import MIN_TIMEOUT_S, FleetControls
 from headgate.router.control.weights import GET_WORLD_SIZE, WeightUpdates, assign_ranks
 from headgate.router.exchange.relay import NoWorker
@@ -76,6 +85,8 @@ class FanOutHandler:
                 self.controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
             if replies and all(reply.ok for reply in replies):
                 self._keep(await request.body())
+        if self.operation is sglang_ops.WEIGHTS_CHECKER:
+            replies = _with_all_ranks(replies)
         return _merged(self.controls, replies)
 
     def _keep(self, body: bytes) -> None:
@@ -189,6 +200,14 @@ def _merged(controls: FleetControls, replies: Sequence[WorkerReply]) -> Response
         return _passed_on(refusal)
     controls.check(replies)
     return _passed_on(next(reply for reply in replies if reply.ok))
+
+
+def _with_all_ranks(replies: list[WorkerReply]) -> list[WorkerReply]:
+    """Give every successful reply the checksums of all workers. A reply that cannot be read is an error of its worker."""
+    read = [read_reply(reply, Checked) for reply in replies]
+    ranks = [rank for reply in read if reply.ok for rank in reply.answer.ranks or ()]
+    body = msgspec.json.encode(combined(ranks) if ranks else Checked())
+    return [replace(reply, body=body, answer=None) if reply.ok else reply for reply in read]
 
 
 def _common_refusal(replies: Sequence[WorkerReply]) -> WorkerReply | None:

@@ -162,14 +162,15 @@ class WorkerCalls:
             return WorkerReply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
         if (boot := reply_headers.get(BOOT_HEADER)) is not None:
             self._fleet.set_boot_id(worker, boot)
-        return _read(WorkerReply(worker, status, body, boot_id=worker.boot_id), request.reads)
+        return read_reply(WorkerReply(worker, status, body, boot_id=worker.boot_id), request.reads)
 
 
 def is_down(worker: Worker) -> bool:
     return worker.state == "down"
 
 
-def _read(reply: WorkerReply, kind: Any) -> WorkerReply:
+def read_reply(reply: WorkerReply, kind: Any) -> WorkerReply:
+    """The reply with its answer decoded, or an error of the worker."""
     if kind is None or not reply.ok:
         return reply
     try:
