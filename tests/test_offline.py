@@ -142,11 +142,11 @@ def test_chat_uses_the_models_template(llm):
     ("prompt", "params", "message"),
     [
         ([], GREEDY, "the prompt is empty"),
-        ([1] * 600, GREEDY, "prompt has 600 tokens; with room for an answer this engine takes 511"),
+        ([1] * 600, GREEDY, "prompt has 600 tokens; this engine accepts 511, to leave room for an answer"),
         (
             [1] * 8,
             SamplingParams(max_tokens=600),
-            "prompt has 8 tokens and max_tokens is 600; together this engine takes 512",
+            "prompt has 8 tokens and max_tokens is 600; their sum may be at most 512",
         ),
         ([1.5], GREEDY, "a prompt is text or a list of token ids"),
         ([999], GREEDY, "token id 999 is outside the vocabulary of 260"),

@@ -144,6 +144,6 @@ def test_a_grammar_that_cannot_be_enforced_is_refused_before_anything_runs(llm):
 
 def test_a_model_without_a_tokenizer_refuses_grammars_and_serves_the_rest(tmp_path):
     with LLM(tiny_model(tmp_path, tokenizer=False)) as llm:
-        with pytest.raises(RequestError, match="no tokenizer that a grammar could be matched with"):
+        with pytest.raises(RequestError, match="no tokenizer, so an answer cannot follow a grammar"):
             llm.generate([1, 2, 3], SamplingParams(grammar=json_object()))
         assert llm.generate([1, 2, 3], SamplingParams(max_tokens=2), progress=False)

@@ -180,8 +180,8 @@ def test_an_answer_that_was_complete_on_another_engine_ends_at_once():
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
-        (100, 1, "prompt has 100 tokens; with room for an answer this engine takes 99"),
-        (90, 11, "prompt has 90 tokens and max_tokens is 11; together this engine takes 100"),
+        (100, 1, "prompt has 100 tokens; this engine accepts 99, to leave room for an answer"),
+        (90, 11, "prompt has 90 tokens and max_tokens is 11; their sum may be at most 100"),
         ([1, VOCAB_SIZE], 1, "token id 1000 is outside the vocabulary of 1000"),
     ],
 )
@@ -199,7 +199,7 @@ def test_an_unknown_token_among_generated_tokens_is_refused_too():
 
 def test_a_request_larger_than_the_cache_is_refused_even_if_it_fits_the_model():
     engine = Engine(blocks=4, max_context=100)
-    with pytest.raises(ContextTooLong, match="together this engine takes 16"):
+    with pytest.raises(ContextTooLong, match="their sum may be at most 16"):
         engine.add(1, prompt=10, max_tokens=7)
 
 
@@ -396,7 +396,9 @@ def test_aborting_a_preempted_sequence_whose_step_is_under_way_publishes_nothing
 
 def test_an_export_that_can_never_fit_is_refused():
     engine = Engine(blocks=4, exports=True)
-    with pytest.raises(ContextTooLong, match="prompt and what was generated have 22 tokens; this engine holds 16"):
+    with pytest.raises(
+        ContextTooLong, match="prompt and generated tokens together are 22; this engine holds at most 16"
+    ):
         engine.add(1, prompt=12, max_tokens=1, export_kv=True, generated=tuple(range(10)))
 
 
@@ -1185,7 +1187,7 @@ def test_a_step_that_a_later_plan_depends_on_has_one_token(length):
 
 def test_an_engine_without_grammar_support_refuses_grammars():
     engine = Engine(takes_grammars=False)
-    with pytest.raises(RequestError, match="no tokenizer that a grammar could be matched with") as refused:
+    with pytest.raises(RequestError, match="no tokenizer, so an answer cannot follow a grammar") as refused:
         engine.add(1, sampling=GRAMMAR)
     assert refused.value.param == "response_format"
     engine.add(1)

@@ -198,7 +198,7 @@ def test_a_burst_of_disconnects_sends_few_messages_and_loses_no_abort(tmp_path):
 def test_a_refusal_is_raised_to_the_reader_of_the_stream(tmp_path):
     async def main() -> None:
         async with Stage(tmp_path).client() as client:
-            with pytest.raises(RequestError, match="together this engine takes 100") as refusal:
+            with pytest.raises(RequestError, match="their sum may be at most 100") as refusal:
                 await collect(client, make_request(1, max_tokens=1000))
             assert (refusal.value.status, refusal.value.param) == (400, "max_tokens")
 
@@ -280,7 +280,7 @@ def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_no_other_requ
             await sound.until_idle()
             assert await collect(second, make_request(3)) == answer(3, 4)
             assert first.open_streams == 0
-        (record,) = [record for record in caplog.records if "does not take an abort" in record.message]
+        (record,) = [record for record in caplog.records if "cannot be sent an abort" in record.message]
         assert str(tmp_path / "broken") in record.message and str(id) in record.message
         broken.harness.executor.close()
 

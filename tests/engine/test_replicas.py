@@ -121,7 +121,7 @@ def test_55_a_restarted_engine_has_the_weights_of_the_fleet_or_gets_no_streams(f
             assert await collect(replicas, 0, 20) == fresh
 
     asyncio.run(main())
-    assert caplog.text.count("engine 0 holds weights of version 0 and the fleet 2") == 1
+    assert caplog.text.count("engine 0 holds weights version 0 instead of 2") == 1
 
 
 def test_18_24_a_restarted_engine_takes_the_state_last_requested_for_the_fleet(folder):
@@ -218,7 +218,7 @@ def test_an_engine_that_cannot_restart_does_not_affect_the_others(folder, monkey
                 await asyncio.sleep(0.02)
             monkeypatch.setattr("headgate.engine.replicas.START_TIMEOUT_S", 100.0)
             monkeypatch.setattr("headgate.engine.child.sys.executable", "/nowhere/python")
-            while "its process cannot be started" not in caplog.text:
+            while "the engine process cannot be started" not in caplog.text:
                 await asyncio.sleep(0.02)
             assert len(await collect(replicas, 1, 9)) == 9
 

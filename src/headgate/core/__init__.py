@@ -1,1 +1,1 @@
-"""What runs next: sequences, blocks, leases and the scheduler. Pure Python, one thread, no clock, no I/O."""
+"""The scheduler and its state: sequences, KV blocks, leases. Pure Python: one thread, no clock, no I/O."""

@@ -30,7 +30,7 @@ class AdmissionChecks:
     # -- whether a request can ever run -----------------------------------------
 
     def new_sequence(self, request: GenerateRequest, number: int, now_s: float) -> Sequence:
-        """The sequence for the `number`th request, or a RequestError that says why it can never run."""
+        """Return the sequence for the `number`th request; raise a RequestError if the request can never run."""
         limits, sampling = self._limits, request.sampling
         deadline_s = inf if request.timeout_s is None else now_s + request.timeout_s
         due_s = min(deadline_s, now_s + limits.patience_s)
@@ -74,20 +74,20 @@ class AdmissionChecks:
     def _answer_limit(self, request: GenerateRequest) -> int:
         if request.sampling.grammar is not None and not self._limits.takes_grammars:
             raise RequestError(
-                "this model has no tokenizer that a grammar could be matched with; ask for plain text",
+                "this model has no tokenizer, so an answer cannot follow a grammar; ask for plain text",
                 param="response_format",
             )
         prompt_len, max_tokens, most = len(request.prompt), request.sampling.max_tokens, self.max_context
         if prompt_len >= most and max_tokens != 0:
             raise ContextTooLong(
-                f"prompt has {prompt_len} tokens; with room for an answer this engine takes {most - 1}",
+                f"prompt has {prompt_len} tokens; this engine accepts {most - 1}, to leave room for an answer",
                 param="prompt",
             )
         if max_tokens is None:
             return most
         if prompt_len + max_tokens > most:
             raise ContextTooLong(
-                f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}; together this engine takes {most}",
+                f"prompt has {prompt_len} tokens and max_tokens is {max_tokens}; their sum may be at most {most}",
                 param="max_tokens",
             )
         return prompt_len + max_tokens
@@ -95,12 +95,12 @@ class AdmissionChecks:
     def _export_limit(self, request: GenerateRequest) -> int:
         if not self._limits.exports:
             raise RequestError("this engine does not export KV; leave export_kv out", param="export_kv")
-        # Whole blocks, and one token short of everything: the other engine needs one to compute.
+        # Only whole blocks are exported, and never the last token: the other engine must compute one to sample.
         size, tokens = self._pool.block_size, len(request.prompt) + len(request.generated)
         exported = (tokens - 1) // size * size
         if exported > self.max_context:
             raise ContextTooLong(
-                f"prompt and what was generated have {tokens} tokens; this engine holds {self.max_context}",
+                f"prompt and generated tokens together are {tokens}; this engine holds at most {self.max_context}",
                 param="resume",
             )
         return exported + 1
@@ -121,7 +121,7 @@ class AdmissionChecks:
         return own + need <= FACTOR * (free - need)
 
     def find_room(self, seq: Sequence, running: int, version: int) -> tuple[list[int], int] | None:
-        """Cached blocks with the first tokens of `seq`, and how many more it needs; None if there are too few.
+        """Return the cached blocks that `seq` can reuse, and how many more it needs; None if too few are available.
 
         `running` is the number of running sequences.
         """
@@ -140,7 +140,7 @@ class AdmissionChecks:
         return self._pool.lookup(seq.keys((wanted - 1) // size, version=version, block_size=size))
 
     def worth_fetching(self, seq: Sequence, version: int) -> bool:
-        """Whether the ticket of `seq` names KV of its own tokens, beyond what the prefix cache had."""
+        """Whether the ticket of `seq` offers KV of its tokens beyond those found in the prefix cache."""
         ticket, size = seq.ticket, self._pool.block_size
         if ticket is None or ticket.version != version or ticket.tokens <= seq.computed or seq.unscored:
             return False

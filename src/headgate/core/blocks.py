@@ -1,9 +1,8 @@
 """The pool of KV blocks: which are held, which are cached for reuse, which are free.
 
-Rules: a block is *held* (by sequences, counted), *cached* (held by none, but published under a key) or *free*, and
-exactly one of these. A cached block is evicted only when no block is free, the least recently used first. One number
-therefore shows which blocks are gone: the *horizon*, the time at which the most recently evicted block had been
-released.
+Rules: a block is either *held* (by a counted number of sequences), *cached* (held by none, but published under a key)
+or *free*. A cached block is evicted only when no block is free, and the least recently used goes first. One number
+therefore tells which blocks have been evicted: the *horizon*, the release time of the most recently evicted block.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.now_s = 0.0  # set by the scheduler
-        self.horizon_s = -inf  # blocks released before this time are not found any more
+        self.horizon_s = -inf  # blocks released before this time are no longer in the cache
         self._holders = [0] * num_blocks
         self._free = deque(range(num_blocks))
-        self._cached: OrderedDict[int, float] = OrderedDict()  # by block: when it was released
+        self._cached: OrderedDict[int, float] = OrderedDict()  # block -> time of its release
         self._key_of: dict[int, Key] = {}
         self._block_of: dict[Key, int] = {}
 
@@ -78,23 +77,23 @@ class BlockPool:
                     self._free.append(block)
 
     def lookup(self, keys: Iterable[Key]) -> list[int]:
-        """The blocks of the longest known prefix of `keys`."""
+        """Return the blocks published under the longest prefix of `keys` that is known."""
         find = self._block_of.get
         blocks = [find(key, -1) for key in keys] + [-1]
         return blocks[: blocks.index(-1)]
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are not held; retaining them makes that many unavailable."""
+        """Count those of `blocks` that no sequence holds; retaining `blocks` makes that many unavailable."""
         return [self._holders[block] for block in blocks].count(0)
 
     def publish(self, block: int, key: Key) -> None:
-        """Make a held block available by its key. The first block under a key stays."""
+        """Let `lookup` find a held block by `key`. If another block already has this key, nothing changes."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def flush(self) -> int:
-        """Forget every cached block; returns how many there were."""
+        """Free every cached block; returns how many there were."""
         dropped = list(self._cached)
         for block in dropped:
             self._forget(block)
@@ -104,7 +103,7 @@ class BlockPool:
         return len(dropped)
 
     def move_horizon(self) -> None:
-        """Blocks released before now will not be found again."""
+        """Record that no block released before now is in the cache."""
         self.horizon_s = self.now_s
 
     def _forget(self, block: int) -> None:

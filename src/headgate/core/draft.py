@@ -1,4 +1,4 @@
-"""A step plan under construction: the columns that the scheduler fills, and the remaining token budget."""
+"""A step plan under construction: the plan's columns, which the scheduler fills, and the remaining token budget."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Fetches of KV from other engines: which sequences wait for one to start, and which fetches are under way.
+"""Fetches of KV from other engines: which sequences wait for a fetch to start, and which fetches are under way.
 
-Steps run in launch order; a transfer keeps no order with them. A fetch therefore starts only when no launched step
-touches the blocks that it fills. A sequence has a hold for each fetch under way.
+Steps run in launch order, but transfers run beside them in any order. A fetch therefore starts only when no launched
+step touches the blocks that it fills. A fetch under way is counted in the `holds` of its sequence.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from headgate.protocol.plan import Fetch
 
 class FetchTable:
     def __init__(self, block_size: int) -> None:
-        self.waiting: dict[Sequence, None] = {}  # LOADING, and nothing fills their blocks yet
+        self.waiting: dict[Sequence, None] = {}  # sequences in LOADING whose fetch has not started
         self.touched: deque[tuple[int, list[int]]] = deque()  # released blocks, and the last step to touch them
         self._block_size = block_size
         self._started: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
-        """Fetches under way."""
+        """The number of fetches under way."""
         return len(self._started)
 
     def fills(self, seq: Sequence) -> bool:
-        """Whether a fetch fills the blocks of `seq`."""
+        """Whether a fetch is filling the blocks of `seq`."""
         return self._started.get(seq.id) is seq
 
     def start_ready(self) -> list[Fetch]:
-        """Start the fetches whose blocks no launched step touches."""
+        """Start and return the fetches whose blocks no launched step touches."""
         touched = {block for _, blocks in self.touched for block in blocks}
         ready = [seq for seq in self.waiting if touched.isdisjoint(seq.blocks[seq.published :])]
         return [self._start(seq) for seq in ready]
@@ -42,12 +42,12 @@ class FetchTable:
         return Fetch(seq.id, seq.ticket, skip, tuple(seq.blocks[skip:end]))
 
     def end(self, id: int) -> Sequence:
-        """The fetch for sequence `id` no longer touches its blocks."""
+        """Record that the fetch for sequence `id` has ended; returns the sequence."""
         seq = self._started.pop(id)
         seq.holds -= 1
         return seq
 
     def step_landed(self, step: int) -> None:
-        """Steps land in order, so blocks that no later step touches may be filled."""
+        """Let fetches fill the blocks that only `step` or earlier steps touched; steps land in order."""
         while self.touched and self.touched[0][0] <= step:
             self.touched.popleft()

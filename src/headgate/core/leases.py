@@ -1,9 +1,9 @@
 """Leases: KV of this engine that another engine may fetch until the lease ends.
 
-A lease belongs to a sequence that exports its KV. Both end together, so ending the sequence withdraws the KV. Rules:
-every lease has a deadline, and the generation of the engine that granted it, so that a fetch meant for an earlier
-process of this engine is recognised and refused. Changes to leases are recorded in order, for the transport that
-serves them.
+A lease belongs to a sequence that exports its KV. Both end together, so ending the sequence withdraws the KV. Every
+lease has a deadline. It also carries the generation of the engine process that granted it, so that a fetch meant for
+an earlier process is recognised and refused. Changes to leases are recorded in order, for the transport that serves
+the fetches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The first `blocks` blocks of a lease hold their KV."""
+    """The KV of the first `blocks` blocks of a lease is written and may be fetched."""
 
     id: int
     blocks: int
@@ -37,7 +37,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The blocks of the lease may be reused as soon as the next step is planned."""
+    """A lease has ended. Its blocks may be reused as soon as the next step is planned."""
 
     id: int
 

@@ -12,7 +12,7 @@ Rank = tuple[float, ...]
 
 
 class OrderedQueue:
-    """Sequences sorted by a rank that ends in a unique number, so that two never compare equal."""
+    """Sequences sorted by rank. A rank ends in a unique number, so that no two are equal."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Rank, Sequence]] = []
@@ -30,7 +30,7 @@ class OrderedQueue:
         insort(self._entries, (rank, seq))
 
     def remove(self, rank: Rank, seq: Sequence) -> None:
-        # A one-tuple sorts just before the entry of the same rank, and sequences are never compared.
+        # The one-tuple sorts just before the pair with the same rank, so no sequences are compared.
         index = bisect_left(self._entries, (rank,))
         assert self._entries[index][1] is seq
         del self._entries[index]
@@ -64,7 +64,7 @@ def _deadline_rank(seq: Sequence) -> Rank:
 
 
 class FairQueue:
-    """One queue per tenant, sorted by rank. The caller decides which tenant is next."""
+    """One queue of sequences per tenant, each sorted by rank. The caller decides which tenant is next."""
 
     def __init__(self) -> None:
         self._queues: dict[str, OrderedQueue] = {}

@@ -11,8 +11,8 @@ from headgate.shares import Shares
 
 class RowPool:
     def __init__(self, total: int) -> None:
-        self.free = list(reversed(range(total)))  # lowest row last, where it is taken
-        self.shares = Shares(total)  # how many each tenant has, and may have
+        self.free = list(reversed(range(total)))  # rows are taken from the end, so the lowest comes last
+        self.shares = Shares(total)  # how many rows each tenant has, and may have
 
     def take(self, tenant: str) -> int:
         """Take a row; the caller has checked that one is free."""

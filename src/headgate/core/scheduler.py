@@ -1,13 +1,13 @@
 """The scheduler: decides what runs next, and owns every sequence, block, row and lease.
 
-One idea: a sequence has `computed` tokens and catches up with the tokens it has. Prefill, chunked prefill, decode,
-prefix hits, preemption, transfers, recomputation after new weights and resuming another engine's answer are this idea
-with different starting points.
+The central idea: each step moves a sequence's `computed` count towards the number of tokens it has. Prefill, chunked
+prefill, decode, prefix hits, preemption, transfers, recomputation after new weights and resuming another engine's
+answer differ only in where `computed` starts.
 
 Rules: one thread, no clock (`tick` sets the time), no I/O. Admission never preempts. A sequence leaves the engine
 only through `_finish`, and its resources are released only by `_release`: blocks at once where the order of steps
-makes that safe, rows when the last step that has them has landed. Tenants share rows and blocks: the next sequence
-admitted is of the tenant with the fewest rows, and no tenant can take the last ones
+makes that safe, a row when the last step that uses it has landed. Tenants share rows and blocks: the next sequence
+admitted belongs to the tenant with the fewest rows, and no tenant can take the last rows or blocks
 (docs/decisions/0014-tenants-share-an-engine.md).
 """
 
@@ -52,9 +52,9 @@ class SchedulerCounters:
     """Totals since the start."""
 
     preemptions: int = 0
-    prompt_tokens: int = 0  # of admitted sequences; each was looked up in the prefix cache
-    cached_tokens: int = 0  # found there
-    output_tokens: int = 0  # put into outputs, delivered or not
+    prompt_tokens: int = 0  # of admitted sequences; all of them are looked up in the prefix cache
+    cached_tokens: int = 0  # those of `prompt_tokens` that the prefix cache had
+    output_tokens: int = 0  # tokens generated, delivered or not
     leases_expired: int = 0
     transfers: int = 0
     transfers_lost: int = 0  # each became a local prefill
@@ -77,8 +77,8 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.sequences: dict[int, Sequence] = {}
         self.waiting = FairQueue()
-        self.running: dict[Sequence, None] = {}  # RUNNING and LOADING, in order of admission
-        self.leaving: set[Sequence] = set()  # finished or preempted, and still owning a row or blocks
+        self.running: dict[Sequence, None] = {}  # sequences in RUNNING or LOADING, in order of admission
+        self.leaving: set[Sequence] = set()  # finished or preempted sequences that still own a row or blocks
         self.leases = LeaseTable(limits.generation, draw_lease_id or count(1).__next__)
         self.unwanted: list[int] = []  # sequences that no longer need the KV of their ticket; the loop empties it
         self.now_s = 0.0
@@ -89,7 +89,7 @@ class Scheduler:
         self._fetches = FetchTable(pool.block_size)
         self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._drafting = False
-        self._evicted: list[Sequence] = []  # while a step was drafted; released after it
+        self._evicted: list[Sequence] = []  # evicted while a step was drafted; released after the draft
         self._outbox = Outputs(version)
         self._arrivals, self._steps = count(), count()
 
@@ -109,7 +109,7 @@ class Scheduler:
         self._finish_if_done(seq)
 
     def abort(self, ids: Iterable[int], cause: Cause) -> list[int]:
-        """End these sequences where they are; returns the ids that were live."""
+        """End these sequences with the tokens they have; returns the ids that were live."""
         live = [id for id in ids if id in self.sequences]
         reason: FinishReason = "pd_reschedule" if cause == "shutdown" and self.limits.reschedules else "abort"
         for id in live:
@@ -119,7 +119,7 @@ class Scheduler:
         return live
 
     def suspend(self, ids: Iterable[int], *, suspended: bool) -> None:
-        """Stop or continue computing these sequences. Launched steps still land. A drain computes them all."""
+        """Stop or continue computing these sequences. Launched steps still land; a drain computes all sequences."""
         for id in ids:
             if seq := self.sequences.get(id):
                 seq.suspended = suspended
@@ -129,7 +129,7 @@ class Scheduler:
         return any(id in self.sequences for id in ids) or any(seq.id in ids for seq in self.leaving)
 
     def end_lease(self, id: int, generation: int, *, fetched: bool) -> None:
-        """Another engine has fetched the KV of a lease, or never will."""
+        """End a lease and its sequence, because another engine has fetched the KV or never will."""
         if lease := self.leases.find(id, generation):
             reason, cause = FETCHED if fetched else LOST
             self._finish(self.sequences[lease.sequence], reason, cause)
@@ -150,7 +150,7 @@ class Scheduler:
             self.end_lease(lease.id, lease.generation, fetched=False)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run. A plan without rows only fetches and needs no commit."""
+        """Plan the next step; None if nothing can run. A plan without rows only fetches KV and needs no commit."""
         if self.flow is Flow.FROZEN:
             return None
         draft, plan = self._draft(), None
@@ -193,10 +193,10 @@ class Scheduler:
                 self._add_slice(draft, seq, min(seq.todo, draft.budget))
 
     def _next_waiting(self) -> Sequence | None:
-        """The first sequence of the tenant with the fewest rows, among tenants that may have more."""
+        """Return the next sequence of the tenant that has the fewest rows, among tenants that may have more."""
         held = self._rows.shares.held
         fronts = sorted(self.waiting.fronts(), key=lambda seq: (held[seq.request.tenant], self._rank(seq)))
-        return next(filter(self._may_start, fronts), None)  # lazily: checks as few as possible
+        return next(filter(self._may_start, fronts), None)  # lazy: stops at the first that may start
 
     def _may_start(self, seq: Sequence) -> bool:
         if seq.holds or (self.flow is Flow.DRAIN and not seq.preempted):
@@ -204,7 +204,7 @@ class Scheduler:
         return not seq.request.tenant or self.admission.within_share(seq, self.running, self.version)
 
     def commit(self, result: StepResult) -> None:
-        """The oldest launched step has landed."""
+        """Process the result of the oldest launched step, which has landed."""
         plan, sequences = self._launched.popleft()
         assert plan.step == result.step, f"step {result.step} landed before step {plan.step}"
         if self._fetches.touched:
@@ -218,13 +218,13 @@ class Scheduler:
             seq.holds -= 1
             seq.sampling -= samples
             if seq.phase is not Phase.RUNNING:
-                # Aborted or preempted while the step ran: its tokens do not count.
+                # Aborted or preempted while the step ran: the step's tokens are dropped.
                 self._release(seq)
                 continue
             if scores := result.prompt_logprobs.get(i):
                 self._report_scores(seq, plan.starts[i], scores)
             if seq.lease is not None:
-                # Steps land in order, so the blocks that this one found in the cache are written too.
+                # Steps land in order, so the blocks that this sequence found in the cache are written too.
                 self.leases.fill(seq.lease, (plan.starts[i] + plan.counts[i]) // self.pool.block_size)
             if last == first + 1 and not lost:  # the common case
                 self._append(seq, tokens[first], logprobs.get(first))
@@ -235,18 +235,18 @@ class Scheduler:
 
     @property
     def next_deadline_s(self) -> float:
-        """When `tick` will next have something to end."""
+        """The earliest deadline of a sequence or lease, at which `tick` will end it."""
         return min(self._deadlines.next_s, *(lease.until_s for lease in self.leases), inf)
 
     # -- transfers --------------------------------------------------------------
 
     @property
     def fetches(self) -> int:
-        """Fetches under way, whether their sequences still need the KV or not."""
+        """The number of fetches under way, including those whose sequences no longer need the KV."""
         return len(self._fetches)
 
     def transfer_done(self, id: int, ok: bool) -> None:
-        """The fetch for a sequence has filled its blocks, or never will; either way it no longer touches them."""
+        """Process the end of the fetch for sequence `id`. It filled the blocks (`ok`) or failed; it is over."""
         seq = self._fetches.end(id)
         ticket, seq.ticket = seq.ticket, None
         if seq.phase is not Phase.LOADING:
@@ -270,16 +270,16 @@ class Scheduler:
 
     @property
     def quiesced(self) -> bool:
-        """No step is on the device, and none will be launched."""
+        """Whether no step is on the device and none will be launched."""
         return self.flow is Flow.FROZEN and not self._launched
 
     @property
     def drained(self) -> bool:
-        """Every sequence that had started has ended."""
+        """Whether every sequence that had started has ended."""
         return not (self.running or any(seq.preempted for seq in self.waiting.fronts()))
 
     def weights_changed(self, version: int, *, recompute: bool) -> None:
-        """From now on, keys and tokens belong to `version`. KV of the old weights is never found again."""
+        """Switch to weights `version`, for new cache keys and tokens. The cache no longer finds KV of old weights."""
         assert self.quiesced and not self._outbox
         self.version = self._outbox.version = version
         self.pool.move_horizon()
@@ -293,11 +293,11 @@ class Scheduler:
 
     @property
     def lends_kv(self) -> bool:
-        """KV is used by more than running sequences: by a lease, a transfer, or a sequence that is leaving."""
+        """Whether blocks are in use by a lease, a transfer, or a sequence that is no longer running."""
         return bool(self.leases or self._fetches or self.leaving)
 
     def kv_lost(self) -> None:
-        """The content of all blocks is gone. Running sequences keep their tokens and compute them again."""
+        """Forget all KV, because its memory is released. Running sequences keep their tokens and recompute them."""
         assert self.quiesced and not self.lends_kv
         for seq in list(self.running):
             self._preempt(seq)
@@ -306,11 +306,11 @@ class Scheduler:
     # -- admission --------------------------------------------------------------
 
     def _rank(self, seq: Sequence) -> Rank:
-        """Sequences that have started come first; then by priority, due time and arrival."""
+        """Sort key: sequences that have started come first; then by priority, due time and arrival."""
         return (seq.started_s is None, *seq.order)
 
     def _admit(self, seq: Sequence) -> bool:
-        """Give `seq` a row and blocks for all its tokens, or leave everything as it was. Never preempts."""
+        """Give `seq` a row and blocks for all its tokens. If there are too few, change nothing and return False."""
         room = self.admission.find_room(seq, len(self.running), self.version)
         if room is None:
             return False
@@ -330,16 +330,16 @@ class Scheduler:
         return True
 
     def _drop_ticket(self, seq: Sequence) -> None:
-        """The KV of the ticket is not needed any more. A fetch under way fails, and its end is still reported."""
+        """Give up the ticket of `seq`. A fetch under way is cancelled; `transfer_done` still reports its end."""
         if seq.ticket is not None:
             self.unwanted.append(seq.id)
             seq.ticket = None
 
     def _lend(self, seq: Sequence) -> None:
-        """Let another engine fetch the KV of `seq`, from now on and as it is computed."""
+        """Lease the KV of `seq` to another engine, which may fetch each block as soon as it is computed."""
         lease = self.leases.grant(seq.id, self.version, tuple(seq.blocks), self.now_s + self.limits.lease_s)
         seq.lease = lease.id
-        self._deadlines.remove(seq)  # the limit on waiting ends; the request's own timeout stays
+        self._deadlines.remove(seq)  # the limit on waiting no longer applies; the request's own timeout does
         seq.deadline_s = inf if seq.request.timeout_s is None else seq.arrived_s + seq.request.timeout_s
         self._deadlines.add(seq)
         key = self._keys(seq, len(seq.blocks))[-1]
@@ -355,11 +355,14 @@ class Scheduler:
     # -- progress ---------------------------------------------------------------
 
     def _cover(self, seq: Sequence, tokens: int) -> bool:
-        """Give `seq` blocks for its first `tokens` tokens, preempting others, or itself, if there are too few."""
+        """Give `seq` blocks for its first `tokens` tokens; returns whether it has them.
+
+        If too few blocks are available, sequences are preempted, possibly `seq` itself.
+        """
         need = self.pool.blocks_for(tokens) - len(seq.blocks)
         while need > self.pool.available:
             if self.returning:
-                return False  # blocks will be released; wait for them
+                return False  # blocks are about to be released; wait for them
             victim = self._victim()
             self._evict(victim)
             if victim is seq:
@@ -370,7 +373,7 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """The last sequence in order, of the tenant that owns the most blocks.
+        """Return the sequence to preempt: the last in `order`, of the tenant that owns the most blocks.
 
         A tenant with one sequence is spared unless all tenants have only one, so that the first in order continues.
         """
@@ -394,10 +397,10 @@ class Scheduler:
         self._publish(seq)
 
     def _accept_run(self, seq: Sequence, result: StepResult, first: int, last: int) -> None:
-        """Append the tokens `first` to `last` of a result, up to the one that ends the answer."""
+        """Append tokens `first` to `last - 1` of a result to `seq`, up to the token that ends the answer."""
         assert last - first == 1 or not seq.sampling, "a later step was planned for the position after one token"
         if first == last:
-            seq.computed -= 1  # nothing was sampled: compute the last token again, because sampling needs one
+            seq.computed -= 1  # nothing was sampled: compute the last token again, because sampling needs it
         for index in range(first, last):
             if index in result.lost:
                 self._finish(seq, "abort", "grammar")
@@ -439,7 +442,7 @@ class Scheduler:
         seq.scored += len(fresh)
 
     def _publish(self, seq: Sequence) -> None:
-        """Offer full blocks to the prefix cache. Steps run in order, so others read them after they are written."""
+        """Publish full blocks in the prefix cache. Steps run in order, so others read them after they are written."""
         full = min(seq.computed, len(seq.tokens)) // self.pool.block_size
         if full <= seq.published or not seq.pure:
             return
@@ -454,7 +457,7 @@ class Scheduler:
     # -- the end of a sequence, and preemption ----------------------------------
 
     def _finish(self, seq: Sequence, reason: FinishReason, cause: Cause) -> None:
-        if seq.phase is not Phase.WAITING:  # a waiting one has no blocks, though steps of it may be in flight
+        if seq.phase is not Phase.WAITING:  # a waiting sequence has no blocks, though its steps may be in flight
             self._publish(seq)
         self._dequeue(seq)
         self._drop_ticket(seq)
@@ -469,7 +472,7 @@ class Scheduler:
         self._release(seq)
 
     def _evict(self, seq: Sequence) -> None:
-        """Take the blocks of `seq`. An export ends at once, so that its client does not wait for a second attempt."""
+        """Take the blocks of `seq`: end it if it is an export or may resume in another engine, else preempt it."""
         if seq.exports:
             self._finish(seq, "abort", "preempted")
         elif self.limits.reschedules and not seq.request.recompute:
@@ -495,7 +498,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Take back what `seq` owns: its blocks now if that is safe, its row when its last step has landed."""
         if seq.holds and self._drafting:
-            # It may be in the draft, and no other sequence may write its blocks in the same step.
+            # The draft may contain `seq`, and no other sequence may write its blocks in the same step.
             self._evicted.append(seq)
         elif not self._fetches.fills(seq):
             self._release_blocks(seq)
@@ -508,7 +511,7 @@ class Scheduler:
             seq.disown()
 
     def _release_blocks(self, seq: Sequence) -> None:
-        """Steps run in order, so the next owner writes these blocks after the last launched step of `seq`."""
+        """Release the blocks of `seq`. Steps run in order, so their next owner writes them after those of `seq`."""
         blocks, seq.blocks = seq.blocks, []
         self.pool.release(blocks)
         if blocks and seq.holds:
@@ -522,13 +525,13 @@ class Scheduler:
 
     @property
     def returning(self) -> list[Sequence]:
-        """Ended or preempted sequences whose blocks a transfer or the drafted step still uses."""
+        """Sequences that have ended or were preempted, whose blocks a transfer or the drafted step still uses."""
         return [seq for seq in self.leaving if seq.blocks]
 
     # -- self-check -------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert the invariants that are visible from here; cheap enough to run whenever the engine is idle."""
+        """Assert the invariants of the scheduler's state; cheap enough to run whenever the engine is idle."""
         self.pool.check(self._holders())
         self._rows.check([*self.running, *self.leaving])
         assert {*self.running, *self.waiting} == set(self.sequences.values())

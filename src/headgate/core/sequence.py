@@ -5,8 +5,8 @@
        ├───────────┼─────────┘   │        any phase may end in FINISHED;
        ◄───────────┴─────────────┘        LOADING and RUNNING fall back to WAITING when preempted
 
-Rules: a sequence is in exactly one queue, the one for its phase; `computed` catches up with the tokens it has; its
-row is not reused while `holds > 0`, nor are blocks that a transfer fills.
+Rules: a sequence is in exactly one queue, the one for its phase. Each step moves `computed` towards the number of
+tokens. Its row is not reused while `holds > 0`; a block is not reused while a transfer fills it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Phase(Enum):
     WAITING = auto()  # owns nothing; will be admitted in order
     LOADING = auto()  # owns blocks and a row; a transfer is filling the blocks
     RUNNING = auto()  # owns blocks and a row; scheduled whenever it has something to compute
-    FINISHED = auto()  # never scheduled again; what it still owns is released with the last hold
+    FINISHED = auto()  # never scheduled again; a row and blocks that it still owns are released with the last hold
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     request: GenerateRequest
-    tokens: list[int]  # prompt and answer, as far as they have reached the host
+    tokens: list[int]  # prompt and answer, without tokens that are still on the device
     packed: array[int]  # the tokens of the request, as an array
-    limit: int  # the most tokens, prompt and answer together
-    stops: dict[int, Cause]  # token ids that end the answer, with the cause that is reported
-    order: tuple[int, float, int]  # (priority, due time, arrival number): lower goes first, higher is preempted
+    limit: int  # the most tokens it may have, prompt and answer together
+    stops: dict[int, Cause]  # token id that ends the answer -> the cause to report
+    order: tuple[int, float, int]  # (priority, due time, arrival number): lowest runs first, highest is preempted
     arrived_s: float
     deadline_s: float = inf
     started_s: float | None = None
@@ -47,16 +47,16 @@ class Sequence:
     phase: Phase = Phase.WAITING
     row: int = -1
     blocks: list[int] = field(default_factory=list)
-    own: int = 0  # blocks allocated for it since it was admitted, as opposed to found in the cache
+    own: int = 0  # blocks allocated for it since it was admitted; excludes those found in the cache
     shown: int = 0  # blocks sent to the device; 0 means that the sequence has not joined a row yet
-    computed: int = 0  # positions whose KV is written, or will be by a launched step
+    computed: int = 0  # positions whose KV is written, or will be written by a launched step
     sampling: int = 0  # tokens sampled on the device that have not landed yet
     holds: int = 0  # launched steps and transfers that still use its blocks or row
     published: int = 0  # leading blocks already offered to the prefix cache
     pure: bool = True  # all its KV belongs to the current weights, and may be published or exported
-    ticket: Ticket | None = None  # good for one fetch
+    ticket: Ticket | None = None  # names KV in another engine; valid for one fetch
     suspended: bool = False  # its client does not read; no more tokens are computed for now
-    lease: int | None = None  # under which another engine may fetch its KV
+    lease: int | None = None  # id of the lease under which another engine may fetch its KV
     _keys: list[Key] = field(default_factory=list)
     _keys_version: int = -1
 
@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def exports(self) -> bool:
-        """Whether it computes KV for another engine, and samples nothing."""
+        """Whether this sequence only computes KV for another engine and samples nothing."""
         return self.request.export_kv
 
     @property
@@ -127,7 +127,7 @@ class Sequence:
         )
 
     def disown(self) -> None:
-        """Start over from the tokens, after everything it owned was released."""
+        """Reset all progress after the row and blocks were released, so that the tokens are computed again."""
         self.row, self.blocks, self.shown = -1, [], 0
         self.computed = self.sampling = self.published = 0
         self.pure = True

@@ -1,1 +1,1 @@
-"""The engine process: the step loop around the core, its control commands, and the clients that talk to it."""
+"""The engine process: the step loop around the scheduler, its control commands, and the clients that call it."""

@@ -47,9 +47,9 @@ def build_engine(
     send: Callable[[int, StepOutputs | CommandAnswer], None],
     wanted: WantedWeights | None = None,
 ) -> Engine:
-    """An engine for the model in `model`, a folder or a GGUF file; `send` sends a message to a client.
+    """Build an engine for `model`, a folder or a GGUF file. The engine sends messages to its clients with `send`.
 
-    The engine holds the `wanted` weights if they are given and can still be read; its version shows which it holds.
+    It loads the `wanted` weights if they can still be read, else the model's own; its version shows which it holds.
     """
     device = build_device(model, config, wanted)
     transport = open_transport(config, device.blocks)
@@ -57,7 +57,7 @@ def build_engine(
         BlockPool(device.num_blocks, config.block_size),
         _scheduler_limits(config, device, transport),
         version=device.version,
-        draw_lease_id=lambda: secrets.randbits(63),  # a lease id is secret: only its holder can fetch
+        draw_lease_id=lambda: secrets.randbits(63),  # a lease id is a secret: any peer that knows it can fetch the KV
     )
     loop = EngineLoop(
         scheduler,
@@ -107,7 +107,7 @@ def _engine_info(config: EngineConfig, device: Device, max_context: int) -> Engi
 
 
 def open_transport(config: EngineConfig, blocks: BlockMemory) -> Transport:
-    # With several ranks, this process has only a part of the KV.
+    # With several ranks, this process has only part of the KV and cannot transfer it.
     if config.kv_listen is None or config.tensor_parallel > 1:
         return NoTransport()
     return _transport_kind(config.kv_transport, blocks)(

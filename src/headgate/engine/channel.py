@@ -1,9 +1,9 @@
 """The connection between clients and an engine: ZeroMQ sockets, one msgpack message per frame.
 
 The engine side has its own thread, so that pings are answered while a step runs; only that thread uses the router
-socket. The step loop passes outgoing frames to it through an in-process socket pair. The engine logs and drops a
-frame that it cannot decode; only a peer that did not pass the handshake can send one. A client takes an engine that
-sends one for dead.
+socket. The step loop passes outgoing frames to that thread through an in-process socket pair. If a frame cannot be
+decoded, the engine logs and drops it, because only a peer that did not pass the handshake can send one; a client
+treats the engine as dead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 POLL_MS = 500
 WAKE = b""
-# What a decoder raises for arbitrary bytes.
+# The errors that a decoder raises for arbitrary bytes.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -61,7 +61,7 @@ class EngineChannel:
         self._closing = threading.Event()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self._router.set_hwm(0)  # messages to a slow client queue here, bounded by its own requests
+        self._router.set_hwm(0)  # no limit: messages to a slow client queue here, bounded by its requests
         self._router.bind(address)
         self._outbox = self._pair(zmq.PULL, bind=True)
         self._sender = self._pair(zmq.PUSH, bind=False)  # used by the step loop
@@ -77,7 +77,7 @@ class EngineChannel:
         self._thread.start()
 
     def send(self, client: int, message: StepOutputs | CommandAnswer) -> None:
-        """Called by the step loop only."""
+        """Queue a message for a client. Only the step loop may call this."""
         self._sender.send_multipart((_identity(client), _encoder.encode(message)))
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -91,7 +91,7 @@ class EngineChannel:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._outbox, zmq.POLLIN)
-        # Frames that the loop has handed over are sent even while closing.
+        # Frames that the step loop has passed on are sent even after `close`.
         while not self._closing.is_set() or self._outbox.poll(0):
             ready = dict(poller.poll(POLL_MS))
             if self._outbox in ready and (frames := self._outbox.recv_multipart()) != [WAKE]:
@@ -103,7 +103,7 @@ class EngineChannel:
         try:
             message = _from_client.decode(b"".join(frames))
         except UNREADABLE as error:
-            log.warning("dropped a message of %d bytes that cannot be read: %s", sum(map(len, frames)), error)
+            log.warning("dropped a message of %d bytes that cannot be decoded: %s", sum(map(len, frames)), error)
             return
         match message:
             case Hello(protocol):
@@ -141,9 +141,9 @@ class ClientChannel:
         try:
             self._outgoing.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise EngineDead(f"nothing can be sent to it: {error}") from error
-        # ZeroMQ signals incoming messages once, and a send may consume the signal: a waiting `receive` would then
-        # wait for ever. Reading the events of the asyncio socket makes it check again.
+            raise EngineDead(f"nothing can be sent to the engine: {error}") from error
+        # ZeroMQ signals an incoming message only once, and a send may consume the signal: a waiting `receive` would
+        # then wait for ever. Reading the events of the asyncio socket makes that socket check again.
         self._socket.get(zmq.EVENTS)
 
     async def receive(self) -> FromEngine:

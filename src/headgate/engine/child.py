@@ -1,4 +1,4 @@
-"""Starts and stops an engine process. The process ends when its standard input closes, however the parent ended."""
+"""Starts and stops an engine process. The process ends when its standard input closes, even if its parent crashed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP_TIMEOUT_S = 15.0
 
 @asynccontextmanager
 async def engine_process(start: EngineStart) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that runs an engine; leaving stops it."""
+    """Start a process that runs an engine; leaving the context stops it."""
     argument = msgspec.json.encode(start).decode()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -29,7 +29,7 @@ async def engine_process(start: EngineStart) -> AsyncIterator[asyncio.subprocess
             start_new_session=True,  # Ctrl-C in the terminal is for the parent alone
         )
     except OSError as error:
-        raise EngineDead(f"its process cannot be started: {error}") from error
+        raise EngineDead(f"the engine process cannot be started: {error}") from error
     try:
         yield process
     finally:

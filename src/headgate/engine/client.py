@@ -4,8 +4,8 @@ Rules: leaving a stream before its terminal output sends exactly one abort. Requ
 event loop travel as one message (at most `MOST_IDS` ids each); no timer delays them. When the engine is lost, every
 open stream ends with EngineDead, once.
 
-A stream that its reader has left is kept until the engine's terminal output arrives: only then is the number of
-tokens that were produced for it known.
+If the reader leaves a stream early, the stream is kept until the engine's terminal output arrives, because only that
+output tells how many tokens were generated.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 
 MOST_IDS = 1024
 WOKEN_AT_ONCE = 8  # readers per turn of the event loop, if there are several tenants
-UNREAD_TOKENS = 16  # of a stream; its engine then computes no more until they are read
-CALL_TIMEOUT_S = 60.0  # longer than any command's own timeout by default
+UNREAD_TOKENS = 16  # a stream with this many unread tokens suspends its sequence until they are read
+CALL_TIMEOUT_S = 60.0  # longer than the default timeout of any command
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What has arrived since the last chunk: several tokens if the reader was slow. The last chunk has `ended`."""
+    """The tokens that have arrived since the last chunk; several if the reader was slow. The last has `ended` set."""
 
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights, one per token
@@ -68,13 +68,13 @@ class TokenStream:
 
     def __init__(self, id: int, resumed: int = 0) -> None:
         self.id = id
-        self.made = 0  # tokens that the engine has produced, read or not; final when `settled`
+        self.made = 0  # tokens that the engine has generated, read or not; final when `settled`
         self.settled = False  # the terminal output has arrived, even if the reader has left
         self.on_settled: Callable[[], None] | None = None
-        self.cause: Cause = "client_disconnect"  # reported if the reader leaves early
+        self.cause: Cause = "client_disconnect"  # the cause sent with the abort if the reader leaves early
         self.done = False  # the terminal output, a refusal or the loss of the engine has arrived
         self._left = False  # the reader no longer waits
-        self._resumed = resumed  # tokens that were part of the request
+        self._resumed = resumed  # generated tokens that the request already had
         self._chunk = Chunk()
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -145,10 +145,10 @@ class TokenStream:
 
 
 class SharedStream(TokenStream):
-    """The stream of one tenant among several.
+    """A stream that belongs to a tenant.
 
-    Tenants take turns in having their readers woken; tokens that arrive meanwhile are read together. A stream that is
-    not read suspends its sequence.
+    Tenants take turns in having their readers woken; tokens that arrive meanwhile are read together. A stream with
+    `UNREAD_TOKENS` unread tokens suspends its sequence.
     """
 
     def __init__(self, request: GenerateRequest, turns: Turns, suspend: Callable[[int, bool], None]) -> None:
@@ -157,7 +157,7 @@ class SharedStream(TokenStream):
         self._turns = turns
         self._suspend = suspend
         self._suspended = False
-        self._queued = False  # to be woken
+        self._queued = False  # a wake of the reader is queued
 
     async def __anext__(self) -> Chunk:
         chunk = await super().__anext__()
@@ -183,7 +183,7 @@ class SharedStream(TokenStream):
 
 
 class EngineClient:
-    """One client of one engine. Use `connected` to get one."""
+    """One client of one engine. Use `connected` to create one."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[Result]] = {}
         self._pings = count(1)
         self._streams: dict[int, TokenStream] = {}
-        self._left: dict[int, TokenStream] = {}  # by their readers; the terminal output is still to come
+        self._left: dict[int, TokenStream] = {}  # streams that their readers left before the terminal output arrived
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         self._submits: list[GenerateRequest] = []
         self._aborts: dict[int, Cause] = {}
@@ -220,7 +220,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
-        """Run `request` under an id of this client; leaving early aborts it."""
+        """Submit `request` under a new id and yield its stream; leaving the context early aborts the request."""
         stream = self._open(request)
         try:
             yield stream
@@ -248,7 +248,7 @@ class EngineClient:
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            # Requests submitted before the command reach the engine before it.
+            # Requests that were submitted before the command must reach the engine before the command does.
             self._send_submits()
             self._channel.send(CommandCall(self._client, number, command))
             return await asyncio.wait_for(answer, timeout_s)
@@ -256,13 +256,13 @@ class EngineClient:
             del self._answers[number]
 
     def abort(self, id: int, cause: Cause) -> None:
-        """End a stream; its terminal output still arrives through it."""
+        """Queue an abort of the request `id`; its stream still receives the terminal output."""
         if not self._aborts:
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._aborts[id] = cause
 
     async def listen(self) -> None:
-        """Deliver the engine's messages, until cancelled."""
+        """Deliver the engine's messages to streams and callers, until cancelled."""
         while True:
             match await self._channel.receive():
                 case StepOutputs(outputs):
@@ -274,10 +274,10 @@ class EngineClient:
                     if (call := self._answers.get(number)) and not call.done():
                         call.set_result(result)
                 case Welcome():
-                    log.warning("the engine has sent a second welcome; it must have restarted")
+                    log.warning("the engine sent a second welcome message; it must have restarted")
 
     def lose(self, error: EngineDead) -> None:
-        """End every open stream with `error`, because the engine is lost; no new one can be opened."""
+        """End every open stream and call with `error`, because the engine is lost; later ones fail at once."""
         self.lost = error
         streams = [*self._streams.values(), *self._left.values()]
         self._streams, self._left = {}, {}
@@ -306,7 +306,7 @@ class EngineClient:
         return TokenStream(request.id, len(request.generated))
 
     def _close(self, stream: TokenStream) -> None:
-        # The id leaves the registry when its abort is queued, so that no abort is sent twice.
+        # The stream leaves `_streams` when its abort is queued, so that no abort is sent twice.
         if self._streams.pop(stream.id, None) is not None and not stream.done:
             self._left[stream.id] = stream
             self.abort(stream.id, stream.cause)
@@ -343,7 +343,7 @@ class EngineClient:
         except EngineDead as error:
             # No caller waits for an abort, so the failure is only logged.
             log.warning(
-                "%s does not take an abort (%s) of %s: %s",
+                "%s cannot be sent an abort (%s) of %s: %s",
                 self._name,
                 abort.cause,
                 ", ".join(map(str, abort.ids)),
@@ -360,7 +360,7 @@ class EngineClient:
         for suspended in (True, False):
             ids = [id for id, asked in suspends.items() if asked is suspended]
             for i in range(0, len(ids), MOST_IDS):
-                with suppress(EngineDead):  # every stream gets it through `lose`
+                with suppress(EngineDead):  # `lose` reports the error to every stream
                     self._channel.send(Suspend(ids[i : i + MOST_IDS], suspended))
 
     # -- receiving --------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Commands that collect an update in parts: joining a trainer's group, receiving a part, dropping what has arrived.
+"""Commands for weight updates that arrive in parts: join a trainer's group, receive a part, discard all parts.
 
-They may run while the engine serves, because parts are kept beside the weights in service. A collection ends when it
-is loaded (`UpdateWeights(StagedSource())`), when a part fails, or when no part has followed for `idle_s`. After a
-failure, the reason is kept until the next part, so that the end of the update reports it.
+They may run while the engine serves requests, because parts are kept apart from the weights in use. A collection ends
+when it is loaded (`UpdateWeights(StagedSource())`), when a part fails, or when no part arrives for `idle_s`. After a
+failure, the reason is kept until the next part, so that the command which would load the parts can report it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CollectCommand = JoinGroup | LeaveGroup | CollectWeights | DiscardWeights
 
 
 class Wires(Protocol):
-    """What a trainer sends in parts; implemented by `WeightWires`."""
+    """Receives tensors from trainers, in parts; implemented by `WeightWires`."""
 
     def __len__(self) -> int: ...
 
@@ -42,7 +42,11 @@ class Wires(Protocol):
 
 
 class Collecting:
-    """`now_s` is the time of the current turn, `until` waits between steps, `wake` ends the sleep of the loop."""
+    """Runs the commands that collect a weight update in parts.
+
+    `now_s` is the time of the current turn; `until` waits for a condition while steps run; `wake` ends the sleep of
+    the step loop.
+    """
 
     def __init__(
         self, wires: Wires | None, *, now_s: Callable[[], float], until: Until, wake: Callable[[], None]
@@ -72,7 +76,7 @@ class Collecting:
         return Collected(len(wires))
 
     def expire(self) -> None:
-        """Drop parts that have been waiting for the next one for too long."""
+        """Drop the collected parts if no further part has arrived in time."""
         if self._now_s() >= self.deadline_s and not self._receiving:
             self.drop("the trainer has sent no further part in time")
 
@@ -81,10 +85,10 @@ class Collecting:
         if self._wires is not None and len(self._wires):
             self._wires.discard()
             self.failure = reason
-            log.warning("the collected parts of an update are dropped: %s", reason or "as requested")
+            log.warning("dropped the collected parts of a weight update: %s", reason or "as requested")
 
     def refuse_unless_collected(self) -> None:
-        """Raise if there is nothing to load, with the reason if parts have been lost."""
+        """Raise if no parts have been collected; the error says why parts were dropped, if they were."""
         if self._wires is None:
             raise _unsupported()
         if not len(self._wires):
@@ -127,7 +131,10 @@ class Collecting:
         return state
 
     def _done(self, future: Future[T], timeout_s: float) -> Generator[None, None, T]:
-        """Yield until `future` is done. It ends by itself at the timeout; this is a second line of defence."""
+        """Yield until `future` is done, and return its result.
+
+        The receiver ends the future at its own timeout; the deadline here, one second later, is a second defence.
+        """
         future.add_done_callback(lambda _: self._wake())
         if not (yield from self._until(future.done, self._now_s() + timeout_s + 1)):
             raise SourceLost("the trainer has not answered in time")

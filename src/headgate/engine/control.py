@@ -1,15 +1,15 @@
 """Control commands: pause, resume, weight updates, sleep, stop-and-wait. Each is a generator that runs between steps.
 
-A command does what it can, and yields while its postcondition does not hold. The loop advances all commands once per
-turn, after outputs have been sent, and continues to run steps; so an abort never waits for a pause, nor a pause for
-an abort.
+A command does what it can, then yields until its postcondition holds. The step loop advances all commands once per
+turn, after outputs have been sent, and continues to run steps. An abort therefore never waits for a pause, nor a
+pause for an abort.
 
-The engine is in one state: running → pausing → paused → (updating → paused | quarantined) → running. Whether new
-requests are refused (`rejecting`) and what may be scheduled (the scheduler's `flow`) are separate: from the first
-instant of a pause, new requests are refused or queued, while running sequences are ended, finished or held according
-to the mode. A resume cancels a pause that is still in progress.
+The states of an engine: running → pausing → paused → (updating → paused | quarantined) → running. Two settings are
+separate from the state: whether new requests are refused (`rejecting`), and what may be scheduled (the scheduler's
+`flow`). From the first instant of a pause, new requests are refused or queued, while running sequences are aborted,
+finished or frozen, depending on the mode. A resume cancels a pause that is still in progress.
 
-A paused engine may release memory (sleep). It then stays paused until all of that memory is awake.
+A paused engine may release memory (sleep). It then stays paused until all of that memory is allocated again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 Program = Generator[None, None, Result]
 
-# How long a pause that forced sequences to end waits for the device to release them.
+# How long a pause waits for the device to release the sequences that it forced to end.
 FORCE_S = 0.4
 
 
@@ -72,7 +72,7 @@ class ControlJob:
 
 
 class DeviceResources(Protocol):
-    """Weights and memory for the device; implemented by `ModelResources`. One operation at a time."""
+    """Loads weights and moves device memory; implemented by `ModelResources`. Only one operation runs at a time."""
 
     @property
     def asleep(self) -> tuple[Tag, ...]: ...
@@ -107,17 +107,21 @@ class Control:
         self._settle_transfers = settle_transfers
         self._send_outputs = send_outputs
         self._wake = wake
-        self._last_update: tuple[Source, Stamps] | None = None  # its files, with their stamps before they were read
-        self._resumes = 0  # each cancels the pauses before it, even if another pause follows at once
+        self._last_update: tuple[Source, Stamps] | None = None  # its source, with the stamps of its files
+        self._resumes = 0  # number of resumes; each cancels earlier pauses, even if another pause follows at once
         self._jobs: list[ControlJob] = []
         self._done: list[
             tuple[ControlJob, Result]
-        ] = []  # completed by `start`; answered only after outputs have been sent
-        self._deadlines: dict[int, float] = {}  # of waiting commands, by the id of their wait
+        ] = []  # commands that needed no wait; answered only after outputs have been sent
+        self._deadlines: dict[int, float] = {}  # id of a command's wait -> its deadline
         self.collecting = Collecting(wires, now_s=lambda: scheduler.now_s, until=self._until, wake=wake)
 
     def refuse_if_held(self, *, accepted: bool) -> None:
-        """Raise for a new request unless the pause queues it, and for an accepted one if the pause ends those."""
+        """Raise if the current pause refuses a request.
+
+        A new request is refused unless the pause queues it. A request that was accepted before the pause is refused
+        only if the pause aborts such requests.
+        """
         if self.mode == "abort" if accepted else self.rejecting:
             raise Unavailable(f"the engine is {self.state} and takes no new requests; try again later", code="paused")
 
@@ -140,7 +144,7 @@ class Control:
             self._done.append((job, result))
 
     def advance(self) -> Iterator[tuple[ControlJob, Result]]:
-        """Advance every command once; yields those whose postcondition now holds."""
+        """Advance every command once; yields those that are done, with their results."""
         self._settle()
         self.collecting.expire()
         done, self._done = self._done, []
@@ -180,7 +184,7 @@ class Control:
                 return self.collecting.run(command)
 
     def _until(self, holds: Callable[[], bool], deadline_s: float) -> Generator[None, None, bool]:
-        """Yield until `holds()` or the deadline; returns whether it holds."""
+        """Yield until `holds()` is true or the deadline has passed; returns whether it is true."""
         wait = id(holds)
         self._deadlines[wait] = deadline_s
         try:
@@ -198,14 +202,14 @@ class Control:
         began_s = self._scheduler.now_s
         ended = self._end(list(self._scheduler.sequences) if stop.ids is None else stop.ids, stop.cause)
         yield  # terminal outputs are sent first
-        # Also sequences that had already ended: they may still have blocks.
+        # Sequences that had already ended are watched too, because they may still have blocks.
         watched = ended if stop.ids is None else stop.ids
         yield from self._until(lambda: not self._holding(watched), began_s + stop.timeout_s)
         return self._engine_state(began_s, ended=ended)
 
     def _pause(self, pause: Pause) -> Program:
         if self.state in ("updating", "quarantined"):
-            raise _conflict(f"cannot pause: the engine is {self.state}, and takes no requests already")
+            raise _conflict(f"cannot pause: the engine is {self.state}, so it runs no requests anyway")
         began_s = self._scheduler.now_s
         ended, resumes = self._enter_pause(pause), self._resumes
 
@@ -220,9 +224,12 @@ class Control:
         return self._engine_state(began_s, ended=ended, forced=forced)
 
     def _enter_pause(self, pause: Pause) -> dict[int, int]:
-        """Start a pause; returns the sequences it ended and their tokens. Repeating a pause changes nothing."""
+        """Start a pause; returns the ids of the sequences it aborted, each with its number of output tokens.
+
+        Repeating a pause changes nothing.
+        """
         if pause.mode == "drain" and self.state == "paused" and self.mode != "drain":
-            self._refuse_if_asleep()  # started sequences cannot be finished
+            self._refuse_if_asleep()  # without its memory the engine cannot finish started sequences
         self.rejecting = not pause.queue
         if self.state == "paused" and self.mode in (pause.mode, "abort"):
             return {}
@@ -231,15 +238,15 @@ class Control:
         return self._end(list(self._scheduler.sequences), "pause") if pause.mode == "abort" else {}
 
     def _force_out(self) -> list[int]:
-        """End started sequences after a drain has run out of time; returns their ids."""
+        """Abort all started sequences, because a drain has timed out; returns their ids."""
         started = [seq.id for seq in self._scheduler.sequences.values() if seq.started_s is not None]
         if self.mode != "drain":
-            return []  # nothing to end: only a step in flight can still hold sequences
+            return []  # other modes have nothing left to abort; they wait only for a step in flight
         self._end(started, "pause")
         return started
 
     def _settle(self) -> None:
-        """Complete a pause whose condition now holds."""
+        """Complete the pause in progress if its condition now holds."""
         scheduler = self._scheduler
         if self.state != "pausing":
             return
@@ -264,9 +271,9 @@ class Control:
         began_s, current = self._scheduler.now_s, self._scheduler.version
         given = _identify(update.source)
         if update.version == current and self.state == "paused" and given is not None and given == self._last_update:
-            return self._engine_state(began_s)  # a repeated request: the answer to the first may have been lost
+            return self._engine_state(began_s)  # the same update again: the caller may have missed the first answer
         if update.version is not None and update.version <= current:
-            # Cache keys depend on the version: under a reused number, KV of other weights could be found.
+            # Cache keys contain the version: if a number were reused, KV of other weights could be found.
             message = f"version {update.version} is not above {current}; give new weights a new number"
             raise RequestError(message, param="version", code="stale_version")
         if isinstance(update.source, StagedSource):
@@ -280,25 +287,25 @@ class Control:
     def _refuse_unless_based_on(self, source: StagedSource) -> None:
         self.collecting.refuse_unless_collected()
         if source.base is not None and source.base != self._scheduler.version:
-            message = f"the changes apply to version {source.base}, and the weights have {self._scheduler.version}"
+            message = f"the update applies to version {source.base}, but this engine has {self._scheduler.version}"
             self.collecting.drop(message)
             raise _conflict(f"{message}; the weights are unchanged", code="wrong_base")
 
     def _until_loaded(self, load: Callable[[], Future[None]]) -> Generator[None, None, None]:
-        """Yield until new weights are in place. A failure leaves the old ones, or a quarantined engine."""
+        """Yield until new weights are loaded. On failure, the old weights stay, or the engine is quarantined."""
         try:
             yield from self._until_moved(load)
         except HalfWritten as error:
             self.state = "quarantined"
             log.error("quarantined: %s", error)
             raise _conflict(
-                f"the update broke off and the weights are unusable: {error}", code="quarantined"
+                f"the update failed midway and the weights are unusable: {error}", code="quarantined"
             ) from error
         except ModelError as error:
             raise _refused(error) from error
 
     def _until_moved(self, move: Callable[[], Future[None]]) -> Generator[None, None, None]:
-        """Yield until weights or memory have moved. The state `updating` keeps resumes and pauses out meanwhile."""
+        """Yield until `move` is done. Meanwhile the state is `updating`, in which pauses and resumes are refused."""
         before, self.state = self.state, "updating"
         try:
             moving = move()
@@ -312,7 +319,7 @@ class Control:
             self.state = before
 
     def _change_weights(self, update: UpdateWeights) -> None:
-        # Tokens of the old weights are sent before the version changes.
+        # Tokens of the old weights must be sent before the version changes.
         self._send_outputs()
         version = self._scheduler.version + 1 if update.version is None else update.version
         self._scheduler.weights_changed(version, recompute=update.recompute)
@@ -324,7 +331,7 @@ class Control:
         self._refuse_unless_paused("putting it to sleep")
         if "kv_cache" in sleep.tags:
             if self._scheduler.lends_kv:
-                raise _conflict("KV is on lease to another engine; try again when that has fetched it")
+                raise _conflict("KV is leased to another engine; try again when that engine has fetched it")
             self._scheduler.kv_lost()
             yield from self._until_moved(self._settle_transfers)
         yield from self._until_moved(lambda: self._resources.sleep(sleep.tags))
@@ -358,7 +365,7 @@ class Control:
         if self.state != "paused":
             raise _conflict(f"the engine is {self.state}; pause it before {what}", code="not_paused")
 
-    # -- parts ------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------
 
     def _end(self, ids: list[int], cause: Cause) -> dict[int, int]:
         sequences = self._scheduler.sequences
@@ -383,7 +390,7 @@ class Control:
         )
 
     def _holding(self, ids: Collection[int] | None = None) -> list[int]:
-        """Sequences that have ended and still have blocks."""
+        """Ids of sequences that have ended and still have blocks; only those in `ids`, if given."""
         return [seq.id for seq in self._scheduler.returning if ids is None or seq.id in ids]
 
     def list_sequences(self) -> list[SequenceStatus]:
@@ -414,14 +421,14 @@ def _advance(job: ControlJob) -> Result | None:
 
 
 def _identify(source: Source) -> tuple[Source, Stamps] | None:
-    """A value by which to recognise the same weights; None if there is none."""
+    """A value that is equal for equal weights; None if the weights do not come from files."""
     if not isinstance(source, FileSource) or not (found := stamps(source.path)):
         return None
     return source, found
 
 
 def _refused(error: ModelError) -> RequestError:
-    """The error for an update that changed nothing: the weights do not fit, or their source was lost."""
+    """The error for an update that changed nothing: the weights do not fit the model, or their source was lost."""
     refused = RequestError(f"the weights are refused and nothing has changed: {error}", code="bad_weights")
     if isinstance(error, SourceLost):
         refused.status, refused.code = 502, "source_lost"

@@ -1,4 +1,4 @@
-"""The crash file of an engine: its last plans, the tokens of each, and the state of all sequences.
+"""The crash file of an engine: its last plans, the tokens that each returned, and the state of all sequences.
 
 The file is JSON, and `headgate.engine.replay` can run it again on the fake device. It contains the token ids of
 requests, so only its owner may read it.
@@ -22,12 +22,12 @@ from headgate.protocol.plan import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
-PLANS = 256  # how many are kept
-FILES = 16  # how many the folder may have, so that an engine that crashes repeatedly does not fill the disk
+PLANS = 256  # plans kept
+FILES = 16  # crash files kept, so that an engine that crashes repeatedly does not fill the disk
 
 
 class RecordedStep(msgspec.Struct):
-    """A plan, and the tokens that the device returned, if it did."""
+    """A plan, and the tokens that the device returned for it; no tokens if the step never landed."""
 
     plan: StepPlan
     tokens: list[int] | None = None
@@ -69,12 +69,12 @@ class StepRecorder:
     def write(
         self, error: BaseException, scheduler: Scheduler, state: State, sequences: list[SequenceStatus]
     ) -> Path | None:
-        """Write the crash file and return its path. A failure to write is logged; the first error is still raised."""
+        """Write the crash file and return its path. If that fails, log the failure and return None."""
         evidence = self._collect(error, scheduler, state, sequences)
         try:
             path = write_private(self.folder, msgspec.json.encode(evidence))
         except OSError as failure:
-            log.error("evidence of the crash could not be written to %s: %s", self.folder, failure, exc_info=error)
+            log.error("the crash file could not be written to %s: %s", self.folder, failure, exc_info=error)
             return None
         log.critical(
             "the engine ends because of a bug; its last %d plans are in %s", len(evidence.steps), path, exc_info=error
@@ -112,7 +112,7 @@ def write_private(folder: Path, content: bytes) -> Path:
 
 
 def _number(path: Path) -> int:
-    """Files are numbered, because file times come from the wall clock, which may jump."""
+    """The number in a crash file's name, by which files are ordered: their times come from a clock that may jump."""
     number = path.stem.split("-")[1]
     return int(number) if number.isdecimal() else 0
 

@@ -1,9 +1,9 @@
 """The step loop: the only caller of the scheduler, and the only place where the engine reads the clock.
 
 A turn handles the messages that have arrived, commits the steps that have landed, launches the next step, and sends
-outputs last, so that the device works while messages travel. The loop sleeps only in its inbox; a landed step, a
-message or the next deadline wakes it, so an idle engine expires and answers like a busy one. It uses neither sockets
-nor asyncio.
+outputs last, so that the device works while messages travel. The loop sleeps only while it waits for its inbox. A
+landed step, a message or the next deadline wakes it, so deadlines and messages are handled as promptly in an idle
+engine as in a busy one. The loop uses neither sockets nor asyncio.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from headgate.protocol.request import GenerateRequest
 from headgate.transfer.transport import Event, Fetched, NoTransport, Released, Renewed, Transport
 
 if TYPE_CHECKING:
-    from headgate.device.executor import Executor  # imports torch, which a simulated device does not need
+    from headgate.device.executor import Executor  # this module imports torch, which a simulated device does not need
 
 # Longest sleep of an idle loop; leases are renewed and expire on a coarser scale than this.
 IDLE_S = 1.0
@@ -66,7 +66,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.executor = executor
         self._send = send
-        self._run_ahead = run_ahead  # steps in flight: more hide scheduling, fewer make aborts quicker
+        self._run_ahead = run_ahead  # most steps in flight: more hide scheduling time, fewer speed up aborts
         self._clock = clock
         self._inbox: SimpleQueue[Message | Event | None] = SimpleQueue()
         self._transport = transport or NoTransport()
@@ -99,13 +99,13 @@ class EngineLoop:
         self.wake()
 
     def fail(self, error: RankLost) -> None:
-        """Make the next turn raise `error`, though no step may have failed yet. Any thread may call it."""
+        """Make the next turn raise `error`, even if no step has failed yet. Any thread may call it."""
         self._failure = error
         self.wake()
 
     @property
     def closed(self) -> bool:
-        """No turn will run any more."""
+        """Whether the loop has ended: no further turn will run."""
         return self._closed
 
     def wake(self) -> None:
@@ -135,7 +135,7 @@ class EngineLoop:
         if self._failure is not None:
             raise self._failure
         for event in messages:
-            # Before the clock is read: a lease that was renewed in time is kept, however long the last turn took.
+            # Renewals are handled before the clock is read: a lease renewed in time survives a slow turn.
             if isinstance(event, Event):
                 self._handle_transfer(event)
         self.scheduler.tick(self._clock())
@@ -156,7 +156,7 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits, or still owns a row or blocks."""
+        """Whether no sequence runs, waits, or still owns a row or blocks."""
         scheduler = self.scheduler
         return not (scheduler.sequences or scheduler.leaving or self._steps)
 
@@ -238,7 +238,7 @@ class EngineLoop:
 
     def _launch(self) -> None:
         while len(self._steps) < self._run_ahead and (plan := self.scheduler.schedule()):
-            # Before the plan can touch a block whose lease has just ended.
+            # The transport must know of ended leases before the plan can overwrite their blocks.
             self._inform_transport()
             self._recorder.planned(plan)
             for fetch in plan.fetches:
@@ -273,7 +273,7 @@ class EngineLoop:
             self._transport.leave(id)
 
     def _settle_transfers(self) -> Future[None]:
-        self._inform_transport()  # ends all offers, so that no other engine starts to fetch
+        self._inform_transport()  # withdraws all leases, so that no other engine starts to fetch
         return self._transport.settle()
 
     # -- outputs ----------------------------------------------------------------
@@ -287,14 +287,14 @@ class EngineLoop:
 
     def _answer_commands(self) -> None:
         for job, result in self.control.advance():
-            # A command may have ended sequences; their terminal outputs are sent before it is answered.
+            # A command may have ended sequences; their terminal outputs are sent before the command's answer.
             self._send_outputs()
-            self.status = self._build_status()  # the caller may read it as soon as it has the answer
+            self.status = self._build_status()  # the caller may read the status as soon as it has the answer
             self._send(job.client, CommandAnswer(job.number, result))
 
 
 def _seeded(request: GenerateRequest) -> GenerateRequest:
-    """Draw a seed for a request that has none. Only a request that came with a seed can be resumed exactly."""
+    """Draw a seed for a request that has none. Only a request that brought a seed can be resumed exactly."""
     if request.sampling.seed is not None:
         return request
     sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))

@@ -1,7 +1,8 @@
 """A stream that continues in another engine when its engine is lost.
 
-The stream knows its request and every token it has passed on. When its engine is lost and another is ready, it sends
-that one the same request plus the tokens; the reader notices only a delay. Leaving the stream early aborts it.
+The stream keeps its request and every token it has passed on. When its engine is lost and another is ready, it sends
+the same request with those tokens to the other engine; the reader notices only a delay. If the reader leaves the
+stream early, the request is aborted.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from headgate.protocol.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 
-MOST_MOVES = 2  # without a token in between: a request that crashes its engine must not crash the whole fleet
-DEADLINE_GRACE_S = 0.3  # after a deadline, for the engine's own terminal output
+MOST_MOVES = 2  # without a token in between: a request that crashes its engine must not crash every engine
+DEADLINE_GRACE_S = 0.3  # how long after a deadline the stream waits for the engine's own terminal output
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a stream is being produced: the index of the engine, and the engine's id for the sequence."""
+    """Where a stream's tokens are generated: the index of the engine, and the engine's id for the sequence."""
 
     engine: int
     id: int
@@ -38,16 +39,16 @@ Choose = Callable[["MovingStream", float | None], Awaitable[tuple[int, EngineCli
 
 
 class MovingStream:
-    """One answer, whichever engine produces it. Leaving it early aborts it with the cause in `cause`."""
+    """One answer, whichever engines generate it. Leaving the stream early aborts the request with cause `cause`."""
 
     def __init__(self, request: GenerateRequest, choose: Choose) -> None:
         self.cause: Cause = "client_disconnect"
         self.ending = False
-        self.accepted = request.accepted  # before a pause began, which then governs it even while no engine has it
+        self.accepted = request.accepted  # before a pause began; an aborting pause ends such streams
         self.at: tuple[EngineClient, TokenStream] | None = None
-        self.place: Place | None = None  # the same, as a value
-        self.parts: list[TokenStream] = []  # one for each engine that it has been sent to
-        self.wait: asyncio.Timeout | None = None  # for an engine
+        self.place: Place | None = None  # where the stream in `at` runs, as a hashable value
+        self.parts: list[TokenStream] = []  # one for each engine that the request was sent to
+        self.wait: asyncio.Timeout | None = None  # set while the stream waits for an engine
         self.chunks = self._chunks()
         self._request = request
         self._choose = choose
@@ -59,7 +60,7 @@ class MovingStream:
         return self.chunks
 
     def end(self, cause: Cause) -> None:
-        """End the stream. The terminal output still comes, unless no engine has it or its engine is lost first."""
+        """Abort the request. Its terminal output still arrives, unless no engine has it or that engine is lost."""
         if self.ending:
             return
         self._leave(cause)
@@ -74,13 +75,13 @@ class MovingStream:
             self.at[1].leave()
 
     def end_at(self, cause: Cause) -> Place | None:
-        """Like `end`, but the caller aborts the sequence at the returned place; None if no engine has it."""
+        """Like `end`, but the caller aborts the sequence at the returned place; None if no engine has the request."""
         self._leave(cause)
         return self.place
 
     @property
     def made(self) -> int:
-        """Tokens that engines have produced for this stream, delivered or not; final when `settled`."""
+        """Tokens that engines have generated for this stream, delivered or not; final when `settled`."""
         return sum(part.made for part in self.parts)
 
     @property
@@ -88,7 +89,7 @@ class MovingStream:
         return all(part.settled for part in self.parts)
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call `call` for every part whose terminal output is still to come, when it comes."""
+        """Call `call` when the terminal output of a part arrives, for every part that still lacks one."""
         for part in self.parts:
             if not part.settled:
                 part.on_settled = call
@@ -100,7 +101,7 @@ class MovingStream:
             self.wait.reschedule(asyncio.get_running_loop().time())
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Chunks from one engine after another, until one of them ends the stream."""
+        """Yield chunks from one engine after another, until an engine ends the stream."""
         request, began_s = self._request, asyncio.get_running_loop().time()
         while (chosen := await self._choose(self, _time_left(request.timeout_s, began_s))) is not None:
             known, moved = len(self._tokens), bool(self.parts)
@@ -121,8 +122,8 @@ class MovingStream:
                 self.end("pause")  # the pause also ended the streams that had an engine
 
     def _resumed(self, timeout_s: float | None) -> GenerateRequest:
-        """The request with the tokens so far."""
-        # A ticket is good for one engine: its lease ended with the connection of the first.
+        """Return the request together with the tokens generated so far."""
+        # A ticket is valid for one engine only: its lease ended with the connection of the first engine.
         ticket = None if self.parts else self._request.ticket
         tokens, accepted = self._tokens, self.accepted
         return msgspec.structs.replace(
@@ -152,7 +153,7 @@ class MovingStream:
     def _raise_if_final(self, error: EngineDead) -> None:
         """Raise if the stream cannot continue in another engine."""
         if self._request.export_kv:
-            raise error  # its ticket has been delivered, and names an engine that is gone
+            raise error  # the client may already have the ticket, which names the lost engine
         if self._stalled > MOST_MOVES:
             raise EngineDead(
                 f"{self._stalled} engines were lost in a row before the next token; giving up"
@@ -168,7 +169,7 @@ def _time_left(timeout_s: float | None, began_s: float) -> float | None:
 
 
 def _call_after(timeout_s: float | None, call: Callable[[], None]) -> asyncio.TimerHandle | None:
-    """Schedule `call` for when the engine has let the timeout of a request pass."""
+    """Schedule `call` for a moment after the timeout, by which the engine should have ended the request."""
     if timeout_s is None:
         return None
     return asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, call)

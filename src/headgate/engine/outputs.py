@@ -9,7 +9,7 @@ from headgate.protocol.output import Outputs
 
 
 def split_by_client(outputs: Outputs) -> Iterator[tuple[int, Outputs]]:
-    """The outputs for each client. With a single client nothing is copied."""
+    """Yield each client with its share of the outputs. With a single client nothing is copied."""
     clients = {client_of(id) for id in _ids(outputs)}
     if len(clients) == 1:
         yield clients.pop(), outputs

@@ -1,6 +1,6 @@
 """The engine process: `python -m headgate.engine.process CONFIG`.
 
-The parent holds the other end of the process's standard input; when that closes, for whatever reason, the engine
+The parent holds the other end of this process's standard input; when that end closes, for whatever reason, the engine
 ends. The process ignores signals from the terminal. An engine that cannot start prints one sentence and exits with
 `CANNOT_START`.
 """
@@ -72,12 +72,12 @@ class Parent:
         while os.read(0, 4096):
             pass
         if self.engine is None:
-            os._exit(0)  # still loading, and its parent is gone
+            os._exit(0)  # the model is still loading, and the parent is gone
         self.engine.loop.close()
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1])
     if code == LOST_RANK:
-        os._exit(code)  # a thread may still wait for the lost rank, and streams wait for this process to end
+        os._exit(code)  # a normal exit could hang on a thread that waits for the lost rank
     sys.exit(code)

@@ -1,8 +1,9 @@
 """Replays a crash: runs the plans of a crash file again on the fake device.
 
-Each slice must find, through the block table of its row, exactly the KV of the tokens before it. The first plan whose
-slices do not is the fault, or a consequence close to it. The file may begin in the middle of a run: the state that
-earlier plans set up is then assumed to be right, row by row and block by block, until a recorded plan changes it.
+Each slice must find, through the block table of its row, exactly the KV of the tokens before it. The first plan with
+a slice that does not is the faulty one, or follows it closely. The file may begin in the middle of a run: the state
+that earlier plans set up is then assumed to be correct, row by row and block by block, until a recorded plan changes
+it.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from headgate.testing.device import FakeDevice, entry
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    steps: int  # how many were run
+    steps: int  # how many plans were run
     step: int | None = None  # the number of the first inconsistent plan
-    fault: str | None = None  # what is wrong with it
+    fault: str | None = None  # what is wrong with that plan
     error: str = ""  # the exception that ended the engine
 
     def __str__(self) -> str:
         found = "every plan is consistent" if self.fault is None else f"plan {self.step}: {self.fault}"
-        return f"{self.steps} plans run again; {found}"
+        return f"replayed {self.steps} plans; {found}"
 
 
 class Inconsistent(Exception):
@@ -51,14 +52,14 @@ class Row:
 
     tokens: list[int]
     blocks: list[int]
-    mixed: bool = False  # its KV belongs to several weights and cannot be compared
+    mixed: bool = False  # its KV was computed with several versions of the weights and cannot be compared
 
 
 @dataclass
 class Replayer:
     evidence: Evidence
     rows: dict[int, Row] = field(default_factory=dict)
-    writers: dict[int, tuple[int, int]] = field(default_factory=dict)  # by block: last row to write it, and plan
+    writers: dict[int, tuple[int, int]] = field(default_factory=dict)  # block -> last row to write it, and its plan
     filled: set[int] = field(default_factory=set)  # blocks that a transfer or an unrecorded row wrote
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ class Replayer:
             self._mark_as_filled(fetch.blocks)
 
     def _mark_as_filled(self, blocks: tuple[int, ...]) -> None:
-        """A transfer, or a row that joined before the first recorded plan, writes these blocks."""
+        """Note that a transfer, or a row that joined before the first recorded plan, writes these blocks."""
         for block in blocks:
             self.device.kv[block] = [-1] * self.evidence.block_size
             self.writers.pop(block, None)
@@ -144,7 +145,7 @@ class Replayer:
             raise Inconsistent(f"row {number} samples after position {end} of {len(row.tokens)}")
 
     def _trust(self, plan: StepPlan, known: list[int]) -> None:
-        """Assume that KV which a slice reads and no recorded plan wrote is right, if it can have been written."""
+        """Assume that KV is correct if a slice reads it, no recorded plan wrote it, and an earlier plan may have."""
         size = self.evidence.block_size
         for i in known:
             row, before = self.rows[plan.rows[i]], 0
@@ -179,11 +180,11 @@ class Replayer:
 
     def _written_by(self, block: int) -> str:
         if block not in self.writers:
-            return ", which holds something else"
-        return ", which row {} wrote last, in plan {}, with something else".format(*self.writers[block])
+            return ", which holds other KV"
+        return ", which row {} wrote last, in plan {}, with other KV".format(*self.writers[block])
 
     def _learn_tokens(self, step: RecordedStep) -> None:
-        """The tokens that the real device sampled, instead of the fake one's."""
+        """Give the fake device the tokens that the real device sampled."""
         plan, tokens, lengths = step.plan, iter(step.tokens or ()), iter(step.lengths or repeat(1))
         for number, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             if samples:

@@ -1,11 +1,11 @@
 """The engines of a server: starts, watches and restarts them, and gives each stream to one of them.
 
 Each replica is in one of four states: *starting* (no client yet), *ready*, *down* (its process has ended and is
-restarted after a pause), *outdated* (it can be called, but holds other weights than the fleet and gets no streams).
-One task per replica owns its process and moves it between the states.
+restarted after a delay), *outdated* (it answers commands but gets no streams, because it does not hold the weights of
+the last update). One task per replica owns its process and moves it between the states.
 
-`call_all` runs a command on every engine and records what the fleet should be: which weights, paused or not. An
-engine that restarts is brought to that state before it gets streams.
+`call_all` runs a command on every engine and records the state that all engines should have: which weights, and
+whether paused. An engine that restarts is brought to that state before it gets streams.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from headgate.reconcile import CatchUpStep, Desired, Observed, steps
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 1800.0  # large checkpoints on slow disks
-SOON_S = 60.0  # an engine that ran longer did not end because of its start
+START_TIMEOUT_S = 1800.0  # enough to read a large checkpoint from a slow disk
+SOON_S = 60.0  # an engine that ends sooner than this after its start is restarted after a growing delay
 RESTART_PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 PING_TIMEOUT_S = 30.0
-STOP_MARGIN_S = 0.5  # for the answer to arrive, after the engine's own timeout
+STOP_MARGIN_S = 0.5  # added to the engine's own timeout, so that its answer can arrive
 MOVE_TIMEOUT_S = 30.0  # how long a stream waits for an engine that can continue it
 
 
 @dataclass(frozen=True)
 class FleetWeights:
-    """The weights that every engine should hold, since the last update that succeeded."""
+    """The weights that every engine of this server should hold: those of the last update that succeeded."""
 
     version: int = 0
-    source: Source | None = None  # None: the model's own
-    stamps: Stamps = field(default_factory=dict)  # of its files, by which to recognise them
+    source: Source | None = None  # None: the model's own weights
+    stamps: Stamps = field(default_factory=dict)  # of the files of `source`; they show whether a file has changed
 
     def to_start_with(self, start: EngineStart) -> EngineStart:
-        """`start` with these weights, if their files are unchanged."""
+        """Return `start` with these weights if their files are unchanged, else `start` as it is."""
         source = self.source
         if isinstance(source, FileSource) and self.stamps and stamps(source.path) == self.stamps:
             return msgspec.structs.replace(start, weights=source, version=self.version)
@@ -84,8 +84,8 @@ class Replica:
     client: EngineClient | None = None  # set while ready or outdated
     pid: int | None = None
     restarts: int = 0
-    outdated: bool = False  # holds other weights than the fleet, or incomplete ones
-    known: str = "running"  # the state it last reported, or was last asked to take and may not have reached yet
+    outdated: bool = False  # does not hold the weights of the last update, or holds incomplete ones
+    known: str = "running"  # the state that it last reported, or was last asked for and may not have reached yet
 
     @property
     def state(self) -> str:
@@ -95,7 +95,7 @@ class Replica:
 
 
 class Replicas:
-    """Use `started` to get one."""
+    """All engines of this server. Use `started` to create it."""
 
     def __init__(self, start: EngineStart, engines: int, client: int, folder: Path) -> None:
         self._start = start
@@ -106,14 +106,14 @@ class Replicas:
         self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(engines)]
         self._streams: dict[MovingStream, None] = {}  # in the order of opening
         self._weights = FleetWeights()
-        self.asked: Pause | Resume | None = None  # the last command to all engines
+        self.asked: Pause | Resume | None = None  # the last pause or resume sent to all engines
         self._info: EngineInfo | None = None
         self._changed = asyncio.Condition()
         self._stopping = False
 
     @property
     def info(self) -> EngineInfo:
-        """Facts that all engines share; available from the moment the first one was ready."""
+        """The facts that are the same for all engines; available once the first engine has been ready."""
         if self._info is None:
             raise EngineDead("no engine is ready yet")
         return self._info
@@ -131,7 +131,7 @@ class Replicas:
 
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[MovingStream]:
-        """The answer to `request` as chunks, from any engine; leaving early aborts it."""
+        """Yield the answer to `request` as a stream, from any engine; leaving early aborts the request."""
         answer = MovingStream(request, self._choose)
         self._streams[answer] = None
         try:
@@ -141,12 +141,12 @@ class Replicas:
             self._streams.pop(answer, None)
 
     def end_all(self, cause: Cause) -> None:
-        """End every stream; each still gets its terminal output."""
+        """Abort the requests of all streams; each stream still gets its terminal output."""
         for stream in list(self._streams):
             stream.end(cause)
 
     async def _choose(self, answer: MovingStream, left_s: float | None) -> tuple[int, EngineClient] | None:
-        """The usable engine with the fewest streams. Waits for one if there is none; None if `answer` is ending."""
+        """Return the usable engine with the fewest streams, and wait if there is none; None if `answer` is ending."""
         if not self._usable() and not answer.ending:
             await self._wait_for_engine(answer, MOVE_TIMEOUT_S if left_s is None else left_s)
         if answer.ending:
@@ -178,9 +178,9 @@ class Replicas:
     # -- control ----------------------------------------------------------------
 
     async def stop_at(self, places: Collection[Place], cause: Cause, timeout_s: float) -> set[Place]:
-        """End the sequences at `places` and wait for their blocks; returns the places not released in time.
+        """Abort the sequences at `places` and wait until their blocks are free; returns those not free in time.
 
-        One command per engine and `MOST_IDS` sequences.
+        Each engine gets one command for every `MOST_IDS` sequences.
         """
         stops = []
         for replica in self.replicas:
@@ -192,16 +192,16 @@ class Replicas:
     async def call_all(
         self, command: Command, timeout_s: float = CALL_TIMEOUT_S
     ) -> dict[int, Result | HeadgateError]:
-        """Run `command` on all engines at once; the outcome of each, by replica, within `timeout_s`.
+        """Run `command` on all engines at once; returns the outcome of each by its index, within `timeout_s`.
 
-        New weights count as the fleet's as soon as one engine holds them; an engine without them is outdated.
+        An update counts as soon as one engine holds its weights; engines without them are then outdated.
         """
         if isinstance(command, UpdateWeights) and command.version is None:
-            # Not each engine's own next version: one of them may have missed an update.
+            # All engines must use the same number, and their own next numbers differ if one missed an update.
             command = msgspec.structs.replace(command, version=self._weights.version + 1)
         known, before = _stamps_of(command), self.asked
         if isinstance(command, Pause | Resume):
-            self.asked = command  # at once, for an engine that restarts meanwhile
+            self.asked = command  # set before the calls, so that an engine that restarts meanwhile follows it
         if isinstance(command, Pause) and finds_accepted(command, before):
             for stream in self._streams:
                 stream.accepted = True
@@ -210,7 +210,7 @@ class Replicas:
         outcome = dict(enumerate(await asyncio.gather(*calls)))
         reached = [result for result in outcome.values() if isinstance(result, EngineState)]
         if not reached and self.asked is command and any(isinstance(result, Denied) for result in outcome.values()):
-            self.asked = before  # refused; a late or lost engine alone does not undo a command
+            self.asked = before  # every engine that answered refused it; late or lost engines alone do not undo it
         if reached and isinstance(command, UpdateWeights):
             self._weights = FleetWeights(reached[0].version, command.source, known)
             for replica in self.replicas:
@@ -225,33 +225,36 @@ class Replicas:
         replica.known = _state_after(command, result, replica.known)
         if isinstance(result, EngineState):
             if result.version > self._weights.version:
-                # An update that had not answered in time has succeeded after all.
+                # An update that timed out earlier has succeeded after all.
                 self._weights = FleetWeights(result.version)
             self._compare(replica, result.version)
         elif isinstance(result, Denied) and result.code == "quarantined":
             replica.outdated = True
 
     def _steps(self, followed: Pause | Resume | None, version: int) -> tuple[CatchUpStep, ...]:
-        """What an engine must do to match the fleet; `followed` is the last command it has run since its start."""
+        """The steps by which an engine reaches the state recorded by `call_all`.
+
+        `followed` is the last pause or resume that the engine has run since its start.
+        """
         asked = self.asked
         missed = isinstance(asked, Resume) and isinstance(followed, Pause)
         observed = Observed(followed is asked, version, missed_resume=missed)
-        # An engine reads the fleet's weights only when it starts.
+        # A running engine never loads the recorded weights; it reads them only when it starts.
         return steps(Desired(isinstance(asked, Pause), self._weights.version), observed)
 
     def _compare(self, replica: Replica, version: int) -> None:
         before, replica.outdated = replica.outdated, CatchUpStep.EXCLUDE in self._steps(self.asked, version)
         if replica.outdated and not before:
             log.warning(
-                "engine %d holds weights of version %d and the fleet %d; it gets no streams until an update",
+                "engine %d holds weights version %d instead of %d; it gets no streams until an update",
                 *(replica.index, version, self._weights.version),
             )
 
     # -- processes --------------------------------------------------------------
 
     async def keep(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """Run one replica and restart it until cancelled. `started` gets the error of a first start that fails."""
-        clock, quick = asyncio.get_running_loop().time, 0  # ends in a row that came soon after a start
+        """Run one replica and restart it until cancelled. If the first start fails, `started` gets the error."""
+        clock, quick = asyncio.get_running_loop().time, 0  # how often in a row the engine ended soon after its start
         while True:
             began_s = clock()
             try:
@@ -269,7 +272,7 @@ class Replicas:
             await asyncio.sleep(pause_s)
 
     async def _run_once(self, replica: Replica, started: asyncio.Future[None]) -> None:
-        """Run one process of the replica to its end, which always raises EngineDead."""
+        """Run one process of the replica until it ends; always raises EngineDead then."""
         weights = self._weights
         async with self._process(replica, weights) as process:
             with lone_errors():
@@ -278,11 +281,11 @@ class Replicas:
                     async with connected(replica.address, self._client, START_TIMEOUT_S, self._numbers) as client:
                         await self._bring_up(replica, client)
                         if self._weights is not weights:
-                            raise EngineDead("the fleet's weights changed while it started")
+                            raise EngineDead("the weights were updated while this engine started")
                         await self._offer(replica, client, started)
 
     async def _bring_up(self, replica: Replica, client: EngineClient) -> None:
-        """Compare a new engine's weights with the fleet's, and pause it if the fleet is paused."""
+        """Compare a new engine's weights with the recorded ones, and pause it if all engines should be paused."""
         replica.outdated = False
         try:
             status = (await client.ping(PING_TIMEOUT_S)).status
@@ -294,10 +297,10 @@ class Replicas:
                 assert asked is not None
                 replica.known = _state_after(asked, await client.call(asked), replica.known)
         except TimeoutError:
-            raise EngineDead("it does not answer") from None
+            raise EngineDead("the engine does not answer") from None
 
     async def _offer(self, replica: Replica, client: EngineClient, started: asyncio.Future[None]) -> None:
-        """Let streams use `client`, until cancelled."""
+        """Let streams use the replica through `client`, until cancelled."""
         replica.client, self._info = client, client.info
         await self._notify()
         if not started.done():
@@ -329,20 +332,20 @@ class Replicas:
             self._changed.notify_all()
 
     async def stop(self) -> None:
-        """End the wait of streams for an engine; those that wait fail."""
+        """Fail the streams that wait for an engine, because the server is shutting down."""
         self._stopping = True
         await self._notify()
 
 
 def finds_accepted(pause: Pause, before: Pause | Resume | None) -> bool:
-    """Whether `pause` treats open requests as accepted; not those that came during a pause that refuses them."""
+    """Whether `pause` treats open requests as accepted before it. Requests that an earlier pause refuses are not."""
     if not isinstance(before, Pause):
         return True
     return before.queue and (before.mode, before.queue) != (pause.mode, pause.queue)
 
 
 def _addressed(command: Command, replica: Replica) -> Command:
-    """`command` for this replica: in a trainer's group, each engine has its own rank."""
+    """Return `command` for this replica. Where engines join a trainer's group, each gets its own rank."""
     if isinstance(command, JoinGroup):
         try:
             return msgspec.structs.replace(command, rank=command.rank + replica.index)
@@ -358,7 +361,7 @@ def _addressed(command: Command, replica: Replica) -> Command:
 
 
 def _state_after(command: Command, result: Result | HeadgateError, known: str) -> str:
-    """The state of an engine after `command`. One that has not answered is taken to run it later."""
+    """The state of an engine after `command`. An engine that did not answer is assumed to run the command later."""
     match command, result:
         case _, EngineState():
             return result.state
@@ -372,7 +375,7 @@ def _state_after(command: Command, result: Result | HeadgateError, known: str) -
 
 
 def _stamps_of(command: Command) -> Stamps:
-    """Stamps of the files that an update names, taken before they are read."""
+    """The stamps of the files that an update names, taken before the engines read them."""
     match command:
         case UpdateWeights(FileSource(path)):
             return stamps(path)
@@ -395,13 +398,13 @@ async def _stop_some(replica: Replica, ids: list[int], cause: Cause, timeout_s: 
     result = await _call(replica, Stop(ids, cause, timeout_s), timeout_s + STOP_MARGIN_S)
     if isinstance(result, HeadgateError):
         log.warning("engine %d cannot stop sequences %s: %s", replica.index, ids, result)
-    # An engine that has ended holds nothing.
+    # An engine that has ended holds no blocks.
     held = result.held if isinstance(result, EngineState) else ids if replica.client else []
     return [Place(replica.index, id) for id in held if id in ids]
 
 
 def _raise_if_cancelled() -> None:
-    """Raise CancelledError if the task was cancelled; the error of a process that ends at that moment hides it."""
+    """Raise CancelledError if this task was cancelled; an error from the ending process may have replaced it."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -417,7 +420,7 @@ async def started(
     log_level: str = "INFO",
     log_format: LogFormat = "text",
 ) -> AsyncIterator[Replicas]:
-    """`count` engines for `model`, all ready; raises if one cannot start."""
+    """Start `count` engines for `model` and yield them when all are ready; raises if one cannot start."""
     with lone_errors(), scratch.folder() as folder:
         start = EngineStart(str(model), "", config, log_level, log_format)
         replicas = Replicas(start, count, client, folder)

@@ -1,4 +1,4 @@
-"""The argument of an engine process, and its exit codes. Imports no torch, because parents need none."""
+"""The argument of an engine process, and its exit codes. Imports no torch, which the parent process does not need."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class EngineStart(msgspec.Struct, frozen=True):
     log_level: str = "INFO"
     log_format: LogFormat = "text"
     name: str = "engine"
-    weights: FileSource | None = None  # instead of the model's own
+    weights: FileSource | None = None  # loaded instead of the model's own weights
     version: int = 0  # of `weights`

@@ -1,4 +1,4 @@
-"""Task groups raise an exception group even for a single error; callers want the error itself."""
+"""Unwraps exception groups: a task group raises one even for a single error, but callers expect the error itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def lone_errors() -> Iterator[None]:
-    """Raise the only error of an exception group as itself."""
+    """If an exception group contains a single error, raise that error instead."""
     try:
         yield
     except BaseExceptionGroup as group:
