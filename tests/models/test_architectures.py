@@ -100,7 +100,7 @@ def test_a_layer_that_cannot_be_divided_among_ranks_is_refused_with_its_width(tm
     odd = replace(spec.layers[0], mlp=Dense(33))
     refuse_uneven(spec, 2)
     with pytest.raises(
-        RequestError, match=r"2 KV heads and MLP of 33 and 96 cannot be divided by that; choose from 1$"
+        RequestError, match=r"2 KV heads and MLP width of 33 and 96 cannot be divided by that; choose from 1$"
     ):
         refuse_uneven(replace(spec, layers=(spec.layers[0], odd)), 2)
 

@@ -90,6 +90,6 @@ def test_shares_cover_the_whole_without_overlap(whole, size):
 def test_heads_that_cannot_be_divided_are_refused_with_the_possible_sizes(tmp_path):
     heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 96}
     spec = read_spec(tiny_model(tmp_path, **heads))
-    message = "this model's 6 KV heads and MLP of 96 cannot be divided by that; choose from 1, 2, 3, 6"
+    message = "this model's 6 KV heads and MLP width of 96 cannot be divided by that; choose from 1, 2, 3, 6"
     with pytest.raises(RequestError, match=message):
         build_model(spec, backend="torch", ranks=Part(0, 4))

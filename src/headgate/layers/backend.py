@@ -3,12 +3,13 @@
 A model is written once, in terms of the operations below. A backend owns the layout of matrices and of the KV cache;
 no other code depends on either layout. Rules for every backend:
 
-- `add_rms_norm` adds into `residual`, and `rope_and_write` may return its result in the memory of `qkv`; no other
-  operation writes to its arguments.
-- The KV of all tokens is written before any token attends, so a slice may read what another slice of the step wrote.
-- Nothing depends on the *values* of a batch on the host (graphs replay it), except in the reference attention.
-- In deterministic mode the bits of a row depend on its own sequence only: not on other rows, on how it was split into
-  chunks, or on which of its blocks were found in the prefix cache.
+- `add_rms_norm` adds into `residual`, and `rope_and_write` may return its result in the memory of `qkv`. Apart from
+  these two and the caches and matrices that an operation fills, no operation writes to its arguments.
+- A step writes the KV of all its tokens before any token attends, so a slice may read KV that another slice wrote.
+- Host code does not depend on the *values* in a batch, because a captured graph is replayed with other values. The
+  reference attention is the only exception.
+- In deterministic mode the bits of a row depend only on its own sequence: not on other rows, on how the sequence was
+  split into chunks, or on which of its blocks were found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """What is stored in eight bits; the rest has the dtype of the backend."""
+    """Which tensors are stored in eight bits; all others have the dtype of the backend."""
 
-    weights: bool = False  # of the layers, with a scale per row
+    weights: bool = False  # matrices of the layers, with a scale per row
     kv: bool = False
 
 
@@ -84,7 +85,7 @@ class Backend(Protocol):
         """Allocate a weight, to be filled by `pack`."""
 
     def vocabulary(self, rows: int, columns: int) -> Matrix:
-        """Like `matrix`, for `logits` and `embed`: never in fewer bits than the backend's dtype."""
+        """Like `matrix`, for the arguments of `logits` and `embed`: never in fewer bits than the backend's dtype."""
 
     def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
         """Fill the rows of `matrix` from `row` on with a weight on any device, converted to the format of `matrix`.
@@ -99,7 +100,7 @@ class Backend(Protocol):
         """`x @ matrix.T` in float32"""
 
     def embed(self, tokens: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        """The rows of `matrix` that `tokens` name."""
+        """Return the row of `matrix` for each id in `tokens`."""
 
     def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
         """Allocate two weights of `intermediate` rows: gate and up."""
@@ -114,19 +115,22 @@ class Backend(Protocol):
         """Add `x` into `residual`, in place, and return the norm of the sum."""
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
-        """The cache of one layer."""
+        """Allocate the cache of one layer."""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes per block of one layer, keys and values together."""
 
     def read_blocks(self, kv: KV, blocks: torch.Tensor) -> KV:
-        """Copies of blocks in the common layout, `[blocks, block_size, kv heads, head size]`."""
+        """Return copies of blocks in the common layout, `[blocks, block_size, kv heads, head size]`."""
 
     def write_blocks(self, kv: KV, blocks: torch.Tensor, content: KV) -> None:
-        """The inverse of `read_blocks`, possibly on another engine with another backend."""
+        """Write blocks given in the common layout, as returned by `read_blocks` of any engine and backend."""
 
     def rope_and_write(self, qkv: torch.Tensor, batch: Batch, rotary: Rotary, kv: KV) -> torch.Tensor:
-        """Norm and rotate queries and keys, write keys and values to the cache, return queries `[T, heads, size]`."""
+        """Norm and rotate queries and keys, write keys and values to the cache; return queries `[T, heads, size]`."""
 
     def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        """Attend to the sequence up to each token, or its last `window` tokens. Returns `[T, heads * size]`."""
+        """Let each token attend to its sequence up to itself, or to the last `window` tokens of that.
+
+        Returns `[T, heads * size]`.
+        """

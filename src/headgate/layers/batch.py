@@ -1,4 +1,4 @@
-"""The position of a step's tokens in their sequences and in the paged cache. Every layer takes this argument."""
+"""`Batch`: where the tokens of a step are in their sequences and in the paged cache. Every layer takes one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class Batch:
     block_tables: torch.Tensor  # [S, W] int32; entries past a sequence's last block are undefined
     max_query: int  # longest slice
     max_context: int  # longest context
-    # [S] int32: slices by context, longest first, for kernels whose time is that of their last program
+    # [S] int32: slices sorted by context, longest first, so that no long slice starts last and delays the kernel
     order: torch.Tensor | None = None
     singles: bool = False  # there may be slices of one token among longer ones

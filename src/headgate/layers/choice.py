@@ -29,7 +29,7 @@ def choose_backend(
     deterministic: bool = False,
     fp8: Fp8 = NO_FP8,
 ) -> Backend:
-    """The backend `name`. If it is unavailable, the torch backend, with the reason in the log."""
+    """Return the backend `name`. If it is unavailable, log the reason and return the torch backend."""
     if name not in NAMES:
         raise ValueError(f"backend {name!r} is unknown; choose from {', '.join(NAMES)}")
     if device.type == "cuda" and name in ("auto", "triton"):

@@ -1,7 +1,7 @@
-"""The backend over our C++ kernels, for float32 and bfloat16 on x86.
+"""The backend that uses our C++ kernels, for float32 and bfloat16 on x86.
 
 Every kernel is batch-invariant, so this backend is always deterministic. The kernels define the layouts of matrices
-and cache.
+and of the cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The number formats of weights: as received from a checkpoint or a trainer, and as stored on a device.
 
-A `Weight` is a tensor together with its format. `Backend.pack` accepts any format that its matrix can be filled from,
-and converts. Start-up and updates both use it, and no other code converts matrices.
+A `Weight` is a tensor together with its format. `Backend.pack` converts a weight to the format of the matrix that it
+fills. Start-up and updates both use `pack`, and no other code converts matrices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
-FP8_LEAST_SCALE = 1e-12  # so that a row of zeros has a valid scale
+FP8_LEAST_SCALE = 1e-12  # not zero, so that a row of zeros has a valid scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Floating:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """Eight-bit numbers (e4m3), with a float32 scale per row that maps its largest number to the largest e4m3 number."""
+    """Eight-bit numbers (e4m3). A float32 scale per row maps the row's largest number to the largest e4m3 number."""
 
 
 WeightFormat = Floating | Fp8Rows
@@ -32,7 +32,7 @@ WeightFormat = Floating | Fp8Rows
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a model or a part of one; a matrix is outputs by inputs."""
+    """A tensor of a model, or a part of one. A matrix has a row per output and a column per input."""
 
     numbers: torch.Tensor
     format: WeightFormat
@@ -57,13 +57,13 @@ def floating(numbers: torch.Tensor) -> Weight:
 
 
 def floating_numbers(weight: Weight) -> torch.Tensor:
-    """The numbers of a floating-point weight, which can be copied to another type directly."""
+    """Return the numbers of a floating-point weight, which can be copied to a tensor of another dtype directly."""
     assert isinstance(weight.format, Floating), f"{weight.format} cannot be stored as floating-point numbers"
     return weight.numbers
 
 
 def fp8_rows(weight: Weight) -> Weight:
-    """The weight in eight bits. A weight that already has this format is not rounded again."""
+    """Return the weight in eight bits. A weight that already has this format is not rounded again."""
     match weight.format:
         case Fp8Rows():
             return weight

@@ -1,4 +1,4 @@
-"""Matrix products. Their rows may come from several checkpoint tensors, and a rank may hold a part of them."""
+"""Matrix products. A matrix may contain several checkpoint tensors, and a rank may hold only a part of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headgate.layers.ranks import ALONE, Ranks, share
 
 
 class Linear:
-    """One product for all `parts` (name to number of rows), whose outputs are adjacent.
+    """One matrix product for all `parts` (name to number of rows); the outputs of the parts are adjacent.
 
     With several ranks, each has its share of the rows of every part, and computes that share of the outputs.
     """
@@ -63,7 +63,7 @@ class GateUp(Linear):
 
 
 class SummedLinear:
-    """A product whose inputs are distributed over ranks like the outputs of a `Linear`: each rank has its columns."""
+    """A product whose inputs are spread over ranks like the outputs of a `Linear`: each rank has some columns."""
 
     def __init__(
         self, backend: Backend, matrix: Matrix, name: str, *, bias: bool = False, ranks: Ranks = ALONE
@@ -75,7 +75,7 @@ class SummedLinear:
         self.bias = torch.empty(matrix.rows, dtype=backend.dtype, device=backend.device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.ranks.rank == 0 else None  # added once to the sum
+        bias = self.bias if self.ranks.rank == 0 else None  # one rank adds it, so that the sum contains it once
         return self.ranks.sum(self.backend.linear(x, self.matrix, bias))
 
     def pack(self, weight: Weight) -> None:
@@ -89,7 +89,7 @@ class SummedLinear:
 
 
 class Embedding:
-    """With several ranks, each has the rows of some tokens."""
+    """The token embedding. With several ranks, each has the rows of some tokens."""
 
     def __init__(self, backend: Backend, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
@@ -114,7 +114,7 @@ class Unembedding:
         self.ranks = ranks
         self.vocab = vocab
         self.mine = share(ranks, vocab)
-        # Equally many rows on every rank, so that logits can be gathered; excess rows of the last rank are cut off.
+        # Every rank has the same number of rows, so that logits can be gathered; excess rows at the end are cut off.
         self.matrix = backend.vocabulary(-(-vocab // ranks.size), hidden)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -134,17 +134,17 @@ class Unembedding:
 
 
 def cut(rows: slice, write: Callable[[Weight], object]) -> Callable[[Weight], object]:
-    """Write only these rows of a weight."""
+    """Return a function that writes only these rows of a weight."""
     return lambda weight: write(weight.rows(rows))
 
 
 def look_up(
     tokens: torch.Tensor, mine: slice, ranks: Ranks, embed: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The embeddings of `tokens`; this rank has those in `mine`."""
+    """Return the embeddings of `tokens`; this rank has the embeddings of the token ids in `mine`."""
     if ranks.size == 1:
         return embed(tokens)
     known = (tokens >= mine.start) & (tokens < mine.stop)
     rows = embed(torch.where(known, tokens - mine.start, 0))
-    # One rank has the row and the others zeros, so the sum is exact.
+    # One rank has the row and all others have zeros, so the sum is exact.
     return ranks.sum(rows.masked_fill(~known[:, None], 0))

@@ -1,4 +1,4 @@
-"""Root mean square norm, and the residual stream it reads."""
+"""Root mean square norm of the residual stream."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from pathlib import Path
 LIMIT = "ONEDNN_MAX_CPU_ISA"  # read by oneDNN at its first product
 BELOW_AMX = "AVX512_CORE_FP16"
 TILE_LEAF = 0x1D
-CPUID = bytes.fromhex("53 89f8 89f1 0fa2 5b c3")  # eax of leaf edi, subleaf esi
+CPUID = bytes.fromhex("53 89f8 89f1 0fa2 5b c3")  # machine code: returns eax of CPUID leaf edi, subleaf esi
 
 
 def avoid_hidden_tiles() -> None:
-    """Must be called before the first product. Keeps a limit that the user has set."""
+    """Forbid AMX to oneDNN if the tile sizes are hidden, unless the user has set a limit. Call before any product."""
     if LIMIT not in os.environ and _announces_amx() and _palettes() == 0:
         os.environ[LIMIT] = BELOW_AMX
 

@@ -1,4 +1,4 @@
-"""The places in a model that checkpoint tensors are written to."""
+"""The parameters of a model, into which checkpoint tensors are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headgate.layers.formats import Weight, floating_numbers
 
 @dataclass(frozen=True, slots=True)
 class WeightParameter:
-    """A place in the model for one checkpoint tensor of `shape`; it may be a part of a fused matrix."""
+    """The destination of one checkpoint tensor of `shape`; it may be a part of a fused matrix."""
 
     shape: tuple[int, ...]
     write: Callable[[Weight], object]
@@ -23,7 +23,7 @@ class WeightParameter:
 
 class Layer(Protocol):
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        """Parameters by their checkpoint names."""
+        """Yield the parameters with their checkpoint names."""
 
 
 def tensor_parameter(tensor: torch.Tensor) -> WeightParameter:
@@ -31,7 +31,7 @@ def tensor_parameter(tensor: torch.Tensor) -> WeightParameter:
 
 
 def copied_to(tensor: torch.Tensor) -> Callable[[Weight], object]:
-    """A function that writes a weight stored as floating-point numbers."""
+    """Return a function that copies a floating-point weight to `tensor`."""
     return lambda weight: tensor.copy_(floating_numbers(weight))
 
 

@@ -16,14 +16,14 @@ class Ranks(Protocol):
     size: int
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, bitwise identical on all ranks. May overwrite `x`."""
+        """Return the sum of all ranks' `x`, bitwise identical on all ranks. May overwrite `x`."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x`, concatenated along the last dimension."""
+        """Return the `x` of all ranks, concatenated along the last dimension."""
 
 
 class Alone:
-    """A single rank, which has everything."""
+    """A single rank, which has the whole model."""
 
     rank = 0
     size = 1

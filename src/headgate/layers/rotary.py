@@ -1,8 +1,8 @@
 """Rotary position embedding: the angle of each position and dimension of a head.
 
 A model states a base (`theta`) and possibly a way to scale the angles to a longer context. The tables are computed
-once, in float32 like those of `transformers`: angles of far positions are rounded, and models were trained with that
-rounding.
+once, in float32 as in `transformers`. The angles of distant positions are thereby rounded, and models were trained
+with that rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slow angles are divided by `factor`, fast ones are unchanged, and those between are interpolated."""
+    """Low frequencies are divided by `factor`, high ones are unchanged, and those between are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -43,7 +43,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Like llama3, but interpolates over dimensions instead of frequencies, and scales attention by `magnitude`."""
+    """Like `Llama3Scaling`, but interpolates over dimensions, not frequencies; scales attention by `magnitude`."""
 
     factor: float
     original_positions: int
@@ -82,7 +82,7 @@ class Rope:
         return self.scaling.stretch(frequencies, self.theta) if self.scaling else frequencies
 
     def tables(self, head_dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, `[positions, head_dim]`, the same angles in both halves of a head."""
+        """Return cosines and sines, `[positions, head_dim]`; both halves of a head have the same angles."""
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.frequencies(head_dim))
         angles = torch.cat((angles, angles), dim=-1)
         magnitude = self.scaling.magnitude if self.scaling else 1.0

@@ -1,9 +1,8 @@
-"""The reference backend, in torch, for any device. Other backends are compared with it; it rounds where
-`transformers` does.
+"""The reference backend, in torch, for any device. Other backends are compared with it.
 
-Matrices are `[rows, columns]`, the cache is `[blocks, block_size, kv heads, head size]`. `DeterministicTorchBackend`
-achieves batch invariance the slow way: every reduction covers one row, with a shape that depends on its position
-alone.
+It rounds where `transformers` does. Matrices are `[rows, columns]`, the cache is
+`[blocks, block_size, kv heads, head size]`. `DeterministicTorchBackend` achieves batch invariance the slow way: every
+reduction covers one row, with a shape that depends only on the position of that row's token.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class TorchBackend:
         return out.flatten(1)
 
     def spans(self, batch: Batch) -> Iterator[Span]:
-        """The units of one attention call: here a slice, all its queries against all its keys."""
+        """Yield the parts that are computed separately: here one per slice, all its queries against all its keys."""
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for i, end in enumerate(contexts):
             yield Span(slice(starts[i], starts[i + 1]), batch.block_tables[i], end)
@@ -119,7 +118,7 @@ class DeterministicTorchBackend(TorchBackend):
         return row_by_row(lambda row: rms_norm(row, weight, eps), x)
 
     def spans(self, batch: Batch) -> Iterator[Span]:
-        """One query at a time, against exactly the keys up to it: the shape depends on its position alone."""
+        """Yield one query at a time, against exactly the keys up to it: the shape depends only on its position."""
         for whole in super().spans(batch):
             count = whole.rows.stop - whole.rows.start
             for i in range(count):
@@ -137,7 +136,7 @@ class Span:
 
 
 def row_by_row(operation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Apply `operation` to each row separately: matrix libraries may sum in another order at another alignment."""
+    """Apply `operation` to each row separately, because the order of a library's sums may depend on the alignment."""
     if len(x) == 0:
         return operation(x)
     return torch.stack([operation(row.clone(memory_format=torch.contiguous_format)) for row in x])
@@ -160,7 +159,7 @@ def gather(kv: KV, blocks: torch.Tensor, end: int) -> KV:
 
 
 def visible(span: Span, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees, `[queries, keys]`."""
+    """Return which keys each query sees, as `[queries, keys]`."""
     queries = torch.arange(span.end - (span.rows.stop - span.rows.start), span.end, device=device)[:, None]
     keys = torch.arange(span.end, device=device)
     seen = keys <= queries

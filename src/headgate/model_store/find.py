@@ -24,14 +24,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Places:
-    """Where models are stored on this machine."""
+    """The folders in which models are stored on this machine."""
 
     hub_cache: Path
     our_cache: Path
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Places:
-        """The places configured in the environment, by the hub's own rules for its cache."""
+        """Return the folders that the environment configures; the rules for the hub cache are the hub library's."""
         cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         hub_home = Path(environ.get("HF_HOME") or cache / "huggingface")
         return cls(
@@ -96,8 +96,8 @@ def _from_hub(name: str, places: Places, say: Say) -> ModelFiles:
 
 
 def model_in(folder: Path) -> Path | None:
-    """What can be served from `folder`: itself, its only GGUF file, or None."""
-    # A cache may contain only a config, left by a program that needed nothing else.
+    """Return what can be served from `folder`: the folder itself, its only GGUF file, or None."""
+    # A cache folder may have a config without weights, fetched by a program that needed only the config.
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return folder
     gguf_files = list(folder.glob("*.gguf"))

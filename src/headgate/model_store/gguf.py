@@ -1,7 +1,7 @@
 """Reads GGUF files: metadata, an equivalent Hugging Face config, and the location of each tensor.
 
-Only the header is read, in one pass and without torch. The `gguf` package's own reader builds a numpy view per string
-and takes seconds on a real vocabulary; its dequantisation is used, in `headgate.device.weights.gguf`.
+Only the header is read, in one pass and without torch. The `gguf` package is used only for dequantisation (in
+`headgate.device.weights.gguf`): its reader builds a numpy view per string and takes seconds on a real vocabulary.
 
 Every length in the file is checked against the file's size before it is used: a truncated or hostile file raises
 BrokenCheckpoint and never causes a huge allocation.
@@ -25,7 +25,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 LONGEST_HEADER = 256 * 2**20  # bytes; a vocabulary of a million words takes a tenth of it
 
-# The `gguf` package has these too, but takes 150 ms to import. name: (id, values per block, bytes per block)
+# name: (id, values per block, bytes per block). The `gguf` package has this table too, but takes 150 ms to import.
 _TENSOR_TYPES = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -49,7 +49,7 @@ _ARRAY = 9
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of one tensor in the file, with the file's own name and number format."""
+    """The location of one tensor in the file, with its name and number format in GGUF's terms."""
 
     name: str
     kind: str  # a key of _TENSOR_TYPES
@@ -179,7 +179,7 @@ def _align(position: int, alignment: int) -> int:
     return -(-position // alignment) * alignment
 
 
-# ------------------------------------------------------------------------------------- the file as a hub checkpoint
+# --------------------------------------------------------------------------- the file as a Hugging Face checkpoint
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A stored tensor with its hub name."""
+    """A stored tensor with its name in a Hugging Face checkpoint (hub name)."""
 
     name: str
     stored: StoredTensor
@@ -228,7 +228,7 @@ class NamedTensor:
 
 
 def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
-    """The tensors of the file with their hub names, in file order."""
+    """Return the tensors of the file with their hub names, in file order."""
     family = _family(file)
     get = _fields(file)
     heads = get("attention.head_count", kind=_is_whole)
@@ -243,7 +243,7 @@ def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
 
 
 def _hub_name(file: GGUFFile, name: str) -> tuple[str, str]:
-    """The hub name of a tensor, and the part of the model that it belongs to."""
+    """Return the hub name of a tensor, and the part of the model that it belongs to."""
     if match := _LAYER_NAME.fullmatch(name):
         layer, part, suffix = match.groups()
         if part in _LAYER_PARTS:
@@ -255,7 +255,7 @@ def _hub_name(file: GGUFFile, name: str) -> tuple[str, str]:
 
 
 def hub_config(file: GGUFFile) -> dict[str, Any]:
-    """The config.json that the checkpoint would have on the hub."""
+    """Return the config.json that this checkpoint would have on the hub."""
     family = _family(file)
     get = _fields(file)
     heads, hidden = get("attention.head_count", kind=_is_whole), get("embedding_length", kind=_is_whole)
@@ -309,9 +309,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _fields(file: GGUFFile) -> Callable[..., Any]:
-    """Returns a lookup of the metadata of the file's architecture; a field without a default is required.
+    """Return a function that looks up metadata of the file's architecture; a field without a default is required.
 
-    Values that this module computes with are checked here; all others by the reader of the config.
+    Values that this module computes with are checked here; all others are checked by the reader of the config.
     """
 
     def get(name: str, default: Any = _MISSING, kind: Callable[[Any], bool] | None = None) -> Any:
@@ -319,7 +319,7 @@ def _fields(file: GGUFFile) -> Callable[..., Any]:
         if value is _MISSING:
             raise BrokenCheckpoint(f"{file.path} lacks {file.architecture}.{name}")
         if kind is not None and not kind(value):
-            raise BrokenCheckpoint(f"{file.path} says that {file.architecture}.{name} is {value!r:.100}")
+            raise BrokenCheckpoint(f"{file.path} has an invalid {file.architecture}.{name}: {value!r:.100}")
         return value
 
     return get
@@ -332,7 +332,7 @@ def _tensor(file: GGUFFile, name: str) -> StoredTensor:
 
 
 def _eos_ids(file: GGUFFile) -> int | list[int] | None:
-    """Every id that ends an answer: end of text, of turn and of message, where the file defines them."""
+    """Return every id that ends an answer: end of text, of turn and of message, if the file defines them."""
     named = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
     ids = list(dict.fromkeys(token_id for token_id in named if isinstance(token_id, int)))
     return ids[0] if len(ids) == 1 else ids or None
@@ -353,7 +353,7 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]
 
 
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3.1's scaling is stored as a table of factors, one per frequency; find the parameters that produce it."""
+    """Find the parameters of Llama 3.1's scaling, which the file stores as a table with a factor per frequency."""
     stored = _tensor(file, ROPE_FACTORS)
     if stored.kind != "F32" or stored.size != 4 * (head_dim // 2) or not stored.size:
         raise UnsupportedModel(f"{file.path} has a table of rotary factors that does not fit heads of {head_dim}")

@@ -12,7 +12,7 @@ WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
 def cached_snapshot(cache: Path, name: str) -> Path | None:
-    """The snapshot of `name` that `main` points to, or the newest one; None if there is none."""
+    """Return the snapshot of `name` that `main` points to, or else the newest one; None if there is none."""
     repository = cache / f"models--{name.replace('/', '--')}"
     main = repository / "refs" / "main"
     if main.is_file():
@@ -29,7 +29,7 @@ def download(name: str, cache: Path) -> Path:
 
     try:
         wanted = _wanted(name, list_repo_files(name))
-        # Downloads what is published under the requested name: tensors, JSON and text, none of which is executed.
+        # Downloads tensors, JSON and text that are published under the requested name; none of it is executed.
         return Path(snapshot_download(name, cache_dir=cache, allow_patterns=wanted))  # nosec B615
     except NotAModel:
         raise
@@ -42,7 +42,7 @@ def download(name: str, cache: Path) -> Path:
 
 
 def _wanted(name: str, files: Iterable[str]) -> list[str]:
-    """The files to fetch. GGUF only if there is nothing else, and then one file: repositories have a dozen."""
+    """Return the files to fetch. GGUF is fetched only if the repository has no other format; it must have one."""
     weights = [file for file in files if "/" not in file and file.endswith((".safetensors", ".gguf"))]
     gguf_files = [file for file in weights if file.endswith(".gguf")]
     if len(gguf_files) < len(weights):

@@ -22,8 +22,8 @@ from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec, ref
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Several times the values of any published model. A larger number is a mistake or an attack, and is refused before
-# anything is allocated or iterated for it. `ModelSpec.num_parameters` is compared with the files as well.
+# Several times the largest values of any published model. A larger number is a mistake or an attack, and is refused
+# before any memory or time is spent on it. `ModelSpec.num_parameters` is also compared with the checkpoint files.
 LARGEST = {
     "num_hidden_layers": 4096,
     "hidden_size": 2**18,
@@ -47,7 +47,7 @@ class Config:
     values: dict[str, Any]
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value of `key`, or `default` where it is absent or null."""
+        """Return the value of `key`, or `default` if it is absent or null."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -106,7 +106,7 @@ def read_json(path: Path) -> Config:
 
 
 def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    """The spec of the whole model, with the layers that the architecture has derived."""
+    """Return the spec of the whole model; `layers` come from the architecture's own module."""
     refuse_quantised(config)
     refuse_activation(config)
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
@@ -130,14 +130,14 @@ def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
 
 
 def same_layers(config: Config, attention: AttentionSpec, *, mlp_bias: bool = False) -> tuple[LayerSpec, ...]:
-    """As many identical layers as the config states."""
+    """Return identical layers, as many as the config states."""
     count = config.whole("num_hidden_layers")
     refuse_less_than_one("layers", count)
     return (LayerSpec(attention, Dense(config.whole("intermediate_size"), mlp_bias)),) * count
 
 
 def windowed(layers: tuple[LayerSpec, ...], windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """The same layers, each with its own window."""
+    """Return the same layers, each with its own attention window."""
     if len(windows) != len(layers):
         raise UnsupportedModel(f"{len(windows)} layer types are given for {len(layers)} layers")
     return tuple(
@@ -160,7 +160,7 @@ def refuse_activation(config: Config) -> None:
 
 
 def checkpoint_dtype(config: Config) -> torch.dtype:
-    """`transformers` 5 writes `dtype`, earlier versions `torch_dtype`."""
+    """Read the dtype of the weights. `transformers` 5 writes it as `dtype`, earlier versions as `torch_dtype`."""
     name = config.text("dtype", config.text("torch_dtype", "float32"))
     if name not in DTYPES:
         raise UnsupportedModel(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
@@ -176,7 +176,10 @@ def eos_ids(config: Config) -> tuple[int, ...]:
 
 
 def rope(config: Config) -> Rope:
-    """`transformers` 5 writes everything to `rope_parameters`, earlier versions to `rope_theta` and `rope_scaling`."""
+    """Read the rotary embedding's settings.
+
+    `transformers` 5 writes them to `rope_parameters`, earlier versions to `rope_theta` and `rope_scaling`.
+    """
     stated = config.section("rope_parameters")
     if not stated.values:
         stated = config.section("rope_scaling")
@@ -205,7 +208,7 @@ def refuse_rope(config: Config, stated: Config, kind: str) -> None:
 
 
 def refuse_angles(config: Config, spec: ModelSpec) -> None:
-    """Base and scaling can each be valid and still give invalid angles together."""
+    """Refuse a base and a scaling that are valid one by one but together give invalid angles."""
     try:
         usable = bool(spec.rope.frequencies(spec.head_dim).isfinite().all())
     except (ArithmeticError, ValueError):
@@ -242,7 +245,10 @@ def yarn_magnitude(stated: Config, factor: float) -> float:
 
 
 def qwen_windows(config: Config) -> tuple[int | None, ...]:
-    """Qwen uses a window in the layers that `layer_types` names, or in those past `max_window_layers`, if at all."""
+    """Return the window of each layer, None for full attention.
+
+    If the config enables windows, they apply to the layers that `layer_types` names, or from `max_window_layers` on.
+    """
     layers = config.whole("num_hidden_layers")
     if not config.flag("use_sliding_window"):
         return (None,) * layers

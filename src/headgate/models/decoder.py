@@ -97,14 +97,14 @@ class DecoderLayer:
 
 class NetworkLayer(Layer, Protocol):
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
-        """Takes the tensor that is yet to be added to `residual`, and returns the next such tensor."""
+        """Compute one layer. `hidden` is yet to be added to `residual`, and so is the returned tensor."""
 
 
 BuildLayer = Callable[[ModelSpec, LayerSpec, Backend, Tables, Ranks], NetworkLayer]
 
 
 class Decoder:
-    """A stack of layers between an embedding and the output matrix; `build_layer` supports other kinds of layers."""
+    """A stack of layers between an embedding and the output matrix. `build_layer` allows other kinds of layers."""
 
     def __init__(
         self, spec: ModelSpec, backend: Backend, ranks: Ranks = ALONE, *, build_layer: BuildLayer = DecoderLayer
@@ -118,7 +118,7 @@ class Decoder:
         self.norm = Norm(backend, spec.hidden, spec.rms_eps)
 
     def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
-        """Hidden states of all tokens, normed and ready for `logits`."""
+        """Return the hidden states of all tokens, normed and ready for `logits`."""
         hidden = self.embedding.embed(batch.tokens)
         residual = torch.zeros_like(hidden)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
@@ -126,11 +126,11 @@ class Decoder:
         return self.norm(hidden, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32, `[rows, vocab]`."""
+        """Return the logits of `hidden` in float32, `[rows, vocab]`."""
         return self.unembedding(hidden)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
-        """The cache, layer by layer, in the backend's layout."""
+        """Allocate the cache of each layer, in the backend's layout."""
         return [self.backend.allocate_kv(num_blocks, block_size) for _ in self.layers]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -146,7 +146,7 @@ class Decoder:
 
 
 def rotary_of(spec: ModelSpec, attention: AttentionSpec, backend: Backend, tables: Tables) -> Rotary:
-    """The tables, which all layers share, with the norms of one layer."""
+    """Return the rotation of one layer: the tables, which all layers share, and the layer's own norms."""
     if not attention.qk_norm:
         return Rotary(*tables)
     q_norm, k_norm = torch.empty(2, spec.head_dim, dtype=backend.dtype, device=backend.device)

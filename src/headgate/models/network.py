@@ -17,13 +17,13 @@ class Model(Protocol):
     """Runs steps and accepts weights."""
 
     def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
-        """Hidden states [T, hidden] of all tokens, ready for `logits`; writes the KV of the batch."""
+        """Write the KV of the batch and return the hidden states [T, hidden] of all tokens, ready for `logits`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab] of some hidden states [R, hidden], in float32; the caller may overwrite them."""
+        """Return the logits [R, vocab] of hidden states [R, hidden], in float32; the caller may overwrite them."""
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        """Parameters by their checkpoint names."""
+        """Yield the parameters with their checkpoint names."""
 
 
 class Network(Model, Protocol):
@@ -36,7 +36,7 @@ class Network(Model, Protocol):
     def backend(self) -> Backend: ...
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
-        """The cache, layer by layer, in the backend's layout."""
+        """Allocate the cache of each layer, in the backend's layout."""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes per block of all layers together."""

@@ -24,7 +24,7 @@ from headgate.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a model of one architecture is read and built."""
+    """The functions that read and build a model of one architecture."""
 
     read: Callable[[Config], ModelSpec]
     build: Callable[[ModelSpec, Backend, Ranks], Network]
@@ -39,14 +39,14 @@ ARCHITECTURES = {
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """The spec of the model in `folder`. Reads only its config files."""
+    """Return the spec of the model in `folder`. Reads only its config files."""
     folder = Path(folder)
     spec = spec_of(read_config(folder))
     return replace(spec, eos_ids=tuple(dict.fromkeys(spec.eos_ids + generation_eos_ids(folder))))
 
 
 def spec_of(config: Config) -> ModelSpec:
-    """For configs that do not come from a folder: `spec_of(Config("model.gguf", values))`."""
+    """Return the spec for a config, which need not come from a folder: `spec_of(Config("model.gguf", values))`."""
     name = config.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"architecture {name} is not supported; {', '.join(ARCHITECTURES)} are")
@@ -54,7 +54,10 @@ def spec_of(config: Config) -> ModelSpec:
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Chat models name the end-of-turn token here and nowhere else."""
+    """Read the ids that end an answer from `generation_config.json`.
+
+    Chat models name their end-of-turn token only in this file.
+    """
     path = folder / "generation_config.json"
     return eos_ids(read_json(path)) if path.is_file() else ()
 
@@ -69,7 +72,7 @@ def build_model(
     fp8: Fp8 = NO_FP8,
     ranks: Ranks = ALONE,
 ) -> Network:
-    """The network of `spec`, or one rank's part of it; its parameters are allocated but not filled."""
+    """Build the network of `spec`, or one rank's part of it; its parameters are allocated but not filled."""
     refuse_uneven(spec, ranks.size)
     heads = Heads(query=spec.heads // ranks.size, kv=spec.kv_heads // ranks.size, size=spec.head_dim)
     chosen = choose_backend(backend, torch.device(device), dtype, heads, deterministic=deterministic, fp8=fp8)
@@ -77,13 +80,16 @@ def build_model(
 
 
 def refuse_uneven(spec: ModelSpec, ranks: int) -> None:
-    """The KV heads divide the attention heads, so it is enough to check them and the MLPs."""
+    """Refuse a number of ranks by which the model cannot be divided evenly.
+
+    The number of KV heads divides the number of attention heads, so only KV heads and MLPs are checked.
+    """
     widths = sorted({layer.mlp.intermediate for layer in spec.layers})
     fits = [n for n in range(1, spec.kv_heads + 1) if not any(part % n for part in (spec.kv_heads, *widths))]
     if ranks not in fits:
         mlp = " and ".join(map(str, widths))
         raise RequestError(
-            f"tensor_parallel is {ranks}, and this model's {spec.kv_heads} KV heads and MLP of {mlp} cannot "
+            f"tensor_parallel is {ranks}, but this model's {spec.kv_heads} KV heads and MLP width of {mlp} cannot "
             f"be divided by that; choose from {', '.join(map(str, fits))}",
             param="tensor_parallel",
         )

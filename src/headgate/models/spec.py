@@ -48,7 +48,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Valid once constructed."""
+    """The spec of one model. Invalid values are refused at construction."""
 
     architecture: str
     hidden: int

@@ -29,7 +29,7 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _steps(part: Any, members: str) -> Iterator[dict[str, Any]]:
-    """The parts of a normaliser or pre-tokenizer, with sequences flattened."""
+    """Yield the parts of a normaliser or pre-tokenizer, with sequences flattened."""
     stack = [] if part is None else [json.loads(part.__getstate__())]
     while stack:
         step = stack.pop()
@@ -40,7 +40,7 @@ def _steps(part: Any, members: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrink(normalizers: list[dict[str, Any]]) -> int | None:
-    """The maximum number of characters that may become one; None if there is no bound."""
+    """The maximum number of characters that normalisation may turn into one; None if there is no bound."""
     factor = 1
     for step in normalizers:
         match step:

@@ -1,4 +1,4 @@
-"""Grammars for `SamplingParams.grammar`: constrain an answer to JSON, a pattern, a choice or tool calls.
+"""Grammars for `SamplingParams.grammar`, which constrain an answer to JSON, a pattern, a choice or tool calls.
 
     SamplingParams(grammar=json_schema({"type": "object", "properties": {"age": {"type": "integer"}}}))
 
@@ -21,31 +21,31 @@ from headgate.errors import RequestError
 from headgate.text.grammar_check import complaint_about
 from headgate.text.trial import tried
 
-# Overrides whatever a schema has under this key. A keyword that is not enforced is refused, never ignored.
+# Replaces this key of a schema, if present. With `lenient` off, a keyword that cannot be enforced is refused.
 _OPTIONS = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False}}
 
 Schema = Mapping[str, Any] | bool
 
 
 def json_schema(schema: Schema, *, param: str = "grammar") -> str:
-    """An answer that is one JSON value, valid against `schema`."""
+    """Return the grammar of one JSON value that is valid against `schema`."""
     return checked(f"start: {schema_rule(schema, param=param)}", param=param)
 
 
 def json_object() -> str:
-    """An answer that is a JSON object."""
+    """Return the grammar of any JSON object."""
     return json_schema({"type": "object"})
 
 
 def regex(pattern: str, *, param: str = "grammar") -> str:
-    """An answer that `pattern` matches from its first character to its last."""
+    """Return the grammar of texts that `pattern` matches from their first character to their last."""
     return checked(f"start: /{regex_to_lark(pattern, '')}/", param=param)
 
 
 def choice(answers: Iterable[str], *, param: str = "grammar") -> str:
-    """An answer that is one of `answers`."""
+    """Return the grammar that allows exactly `answers`."""
     if not (literals := [literal(answer) for answer in answers]):
-        raise RequestError("there must be something to choose from", param=param)
+        raise RequestError("the list of choices is empty", param=param)
     return checked(f"start: {' | '.join(literals)}", param=param)
 
 
@@ -53,7 +53,7 @@ def choice(answers: Iterable[str], *, param: str = "grammar") -> str:
 
 
 def schema_rule(schema: Schema, *, param: str) -> str:
-    """`schema` as the right-hand side of a rule."""
+    """Return `schema` as the right-hand side of a grammar rule."""
     if not isinstance(schema, Mapping | bool):
         raise RequestError("a JSON schema is an object or a boolean", param=param)
     root = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
@@ -64,7 +64,7 @@ def schema_rule(schema: Schema, *, param: str) -> str:
 
 
 def literal(text: str) -> str:
-    """`text`, exactly, as a part of a rule."""
+    """Return the part of a grammar rule that matches exactly `text`."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -72,14 +72,14 @@ def literal(text: str) -> str:
 
 
 def checked(grammar: str, *, param: str = "grammar") -> str:
-    """Return `grammar` if an engine can enforce it. Bounded by the engine's own limits: a tenth of a second at worst.
+    """Return `grammar` if an engine can enforce it, else raise a RequestError.
 
-    A grammar whose patterns may have to match together is checked in a separate process, which takes a few times as
-    long.
+    The check takes a tenth of a second at worst, because it has the limits of an engine. If several patterns of a
+    grammar may apply to the same text, it is checked in a separate process, which takes a few times as long.
     """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise RequestError(
-            f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param=param
+            f"the grammar has {len(grammar)} characters; the maximum is {MAX_GRAMMAR_CHARS}", param=param
         )
     if complaint := _complaint(grammar):
         raise RequestError(f"the grammar cannot be enforced: {complaint}", param=param)
@@ -97,6 +97,6 @@ _TOGETHER = re.compile(r'"(?:allOf|\$ref|anyOf|oneOf|if|not|dependentSchemas)"\s
 
 
 def _patterns_may_meet(grammar: str) -> bool:
-    """Whether several patterns could apply to one text. An approximation that may only err towards True."""
+    """Whether several patterns could apply to one text. If in doubt, returns True."""
     patterns = len(_PATTERN.findall(grammar))
     return bool(_NAME_PATTERNS.search(grammar)) or (patterns > 1 and bool(_TOGETHER.search(grammar)))

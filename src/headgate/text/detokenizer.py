@@ -1,9 +1,9 @@
-"""Incremental detokenizer: the deltas of a stream add up exactly to `decode` of all its ids.
+"""Incremental detokenizer: the concatenated deltas of a stream are exactly `decode` of all its ids.
 
-A character is emitted when nothing that follows can change it. An incomplete UTF-8 sequence waits, and becomes a
+A character is emitted when no later token can change it. An incomplete UTF-8 sequence is held back, and becomes a
 replacement character only once it is known to be invalid or the stream ends. The work per token does not grow with
-the stream. A stream resumed elsewhere replays its ids here and skips what the client has received, so it continues
-exactly.
+the length of the stream. To resume a stream, its ids are decoded again and the text that the client has already
+received is skipped, so the text continues exactly.
 
 `tokenizers.decoders.DecodeStream` was tried and rejected: it cannot flush the tail of a stream, and it raises an
 exception when byte-fallback tokens that looked like a character turn out, with the next byte, not to be one.
@@ -25,14 +25,14 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one stream.
+    """Decodes the ids of one stream to text.
 
     With `prompt_ids`, the text is what the ids add to the prompt: a first word keeps the space before it. To resume,
     pass the `generated` ids so far and how many characters of their text the client has received; the missing text is
     returned by the next `push`, even `push(())`. Stop strings need nothing more to resume: see `headgate.text.stops`.
 
-    Call `finish` only where the answer really ends. It replaces an unfinished character, which must not happen to a
-    stream that is about to be resumed elsewhere.
+    Call `finish` only at the real end of the answer, not before a resume elsewhere: it replaces an unfinished
+    character, which the resumed stream may still complete.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Detokenizer:
         self._backlog = self._decoding.feed(generated)
         if delivered_chars > len(self._backlog):
             raise RequestError(
-                f"{delivered_chars} characters are said to be delivered, "
-                f"but the {len(generated)} generated ids make only {len(self._backlog)}"
+                f"the request says that {delivered_chars} characters were delivered, "
+                f"but its {len(generated)} generated ids make only {len(self._backlog)}"
             )
         self._backlog = self._backlog[delivered_chars:]
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete; often "" in the middle of a character."""
+        """Return the text that `ids` complete; "" if they end in the middle of a character."""
         if self._backlog:
             return self._take_backlog() + self._decoding.feed(ids)
         return self._decoding.feed(ids)
 
     def finish(self) -> str:
-        """The rest of the text, with replacement characters for incomplete sequences."""
+        """Return the rest of the text, with replacement characters for incomplete sequences."""
         return self._take_backlog() + self._decoding.flush()
 
     def _take_backlog(self) -> str:
@@ -69,14 +69,14 @@ class Detokenizer:
 
 
 class Decoding(Protocol):
-    """The state of one stream, in one of the three implementations below."""
+    """The decoding state of one stream. The three implementations are below."""
 
     def feed(self, ids: Iterable[int]) -> str: ...
 
     def flush(self) -> str: ...
 
 
-DecodingFactory = Callable[[Sequence[int]], Decoding]  # from the prompt's ids
+DecodingFactory = Callable[[Sequence[int]], Decoding]  # takes the prompt's ids
 
 
 @lru_cache(maxsize=8)  # token tables are shared by all streams of a tokenizer
@@ -169,7 +169,7 @@ class _PieceTable(dict[int, str | bytes | None]):
     def __missing__(self, token_id: int) -> str | bytes | None:
         token = self._token(token_id)
         if token is None:
-            return None  # not cached, as above
+            return None  # not cached, so that requests with nonexistent ids cannot fill the memory
         byte = _BYTE_TOKEN.fullmatch(token)
         piece = bytes.fromhex(byte[1]) if byte else token.replace(self._space, self._replacement)
         self[token_id] = piece
@@ -177,16 +177,17 @@ class _PieceTable(dict[int, str | bytes | None]):
 
 
 class _PieceDecoding:
-    """Consecutive byte tokens are one unit: if they are not UTF-8 as a whole, *each* becomes a replacement character.
+    """Decodes tokens that are pieces of text or single bytes.
 
-    So text waits from the first byte token to the next ordinary one: a newline or an emoji arrives one token late,
-    and a word in a script that the vocabulary lacks arrives whole.
+    Consecutive byte tokens are one unit: if they are not UTF-8 as a whole, *each* becomes a replacement character.
+    Text is therefore held back from the first byte token until the next text token: a newline or an emoji arrives one
+    token late, and a word in a script that the vocabulary lacks arrives as a whole.
     """
 
     def __init__(self, table: _PieceTable, margin: str = "") -> None:
         self._piece_of = table.__getitem__
         self._run = bytearray()
-        self._margin = margin  # prefix that may still be stripped from the start of the text
+        self._margin = margin  # the prefix that may still have to be removed from the start of the text
 
     def feed(self, ids: Iterable[int]) -> str:
         text = []
@@ -222,10 +223,10 @@ class _PieceDecoding:
 
 
 class _WindowDecoding:
-    """Decodes new ids together with a few before them, and returns what they add.
+    """Decodes new ids together with a few earlier ones, and returns the text that the new ids add.
 
-    Exact for decoders in which a token is affected by adjacent tokens, or by being the first, but by nothing farther
-    away: WordPiece, Metaspace, word suffixes. An unfinished character waits, but for at most MOST_PENDING tokens.
+    Exact for decoders in which a token's text depends only on adjacent tokens or on being the first token: WordPiece,
+    Metaspace, word suffixes. An unfinished character is held back, but for at most MOST_PENDING tokens.
     """
 
     CONTEXT = 6
@@ -264,7 +265,7 @@ class _WindowDecoding:
 
 
 def _token_lookup(tokenizer: Tokenizer, skip_special: bool) -> Callable[[int], str | None]:
-    """A function that finds a token by its id; it returns None for tokens that decoding skips."""
+    """Return a function that finds a token by its id; it returns None for tokens that decoding skips."""
     skipped = tokenizer.special_ids if skip_special else frozenset()
     find = tokenizer.backend.id_to_token
     return lambda token_id: None if token_id in skipped else find(token_id)
@@ -274,7 +275,7 @@ def _token_lookup(tokenizer: Tokenizer, skip_special: bool) -> Callable[[int], s
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of one token by itself, including special tokens; may be only a part of a character."""
+    """Return the bytes of one token, special or not. They may be only a part of a character."""
     return _spelling_of(tokenizer)(token_id)
 
 

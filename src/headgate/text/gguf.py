@@ -1,7 +1,8 @@
 """Builds a byte-level BPE tokenizer from the metadata of a GGUF file, without `transformers`.
 
-GGUF stores vocabulary and merges, but only the name of the rule that splits text into words (`tokenizer.ggml.pre`).
-The rules below cover the supported model families; a file that names another rule is left to `transformers`.
+GGUF stores the vocabulary and the merges, but only the name of the rule that splits text into words
+(`tokenizer.ggml.pre`). The rules below cover the supported model families; if a file names another rule,
+`transformers` builds its tokenizer.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _PRE_TOKENIZERS = {
     "tekken": _split(_TEKKEN),
 }
 
-# Converted from vocabularies without merges: a word that is itself a token is not split.
+# In these tokenizers, a word that is itself a token is not split, whatever the merges.
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "tekken")
 
 
 def byte_level_backend(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer described by a GGUF file, or None if it is not byte-level BPE with a known rule."""
+    """Return the tokenizer described by a GGUF file; None if it is not byte-level BPE with a known rule."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
     pre_tokenizer = _PRE_TOKENIZERS.get(pre)
     if metadata.get("tokenizer.ggml.model") != "gpt2" or pre_tokenizer is None:

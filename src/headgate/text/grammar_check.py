@@ -11,21 +11,21 @@ from headgate.protocol.grammar import GRAMMAR_LIMITS
 
 
 def complaint_about(grammar: str) -> str:
-    """The error of `grammar` as reported by the library that would enforce it, or ""."""
+    """Return the error that the enforcing library reports for `grammar`; "" if there is none."""
     limits = LLParserLimits(**GRAMMAR_LIMITS)
     matcher = LLMatcher(_any_bytes(), grammar, log_level=0, limits=limits)
-    # A grammar that compiles may still fail at once: one that only refers to itself has no first token, and one with
-    # thousands of continuations after the first brace exceeds the limits of a matcher.
+    # A grammar that compiles may still fail at its first token: a grammar that only refers to itself has none, and
+    # one with thousands of continuations after the first brace exceeds the limits of a matcher.
     matcher.consume_tokens(matcher.compute_ff_tokens())
     matcher.compute_bitmask()
     error = matcher.get_error().removesuffix("<non-verbose/>")
-    # The caller knows a schema and not the grammar around it, so a position in the grammar is of no use.
+    # Remove positions: the caller knows the schema that it sent, not the grammar that was made from it.
     error = re.sub(r"(?m)^(at )?\d+\(\d+\): |\n +\d+ \|.*(\n *\^)?", "", error).strip()
     return "nothing can match it" if error.startswith("NoExtension") else error
 
 
 class _Bytes:
-    """A vocabulary of all bytes: whether a grammar is valid does not depend on the model's tokens."""
+    """A vocabulary of all bytes. It suffices, because a grammar's validity does not depend on the model's tokens."""
 
     eos_token_id = 256
     bos_token_id = None

@@ -8,11 +8,12 @@ It also has a budget:
   together, which bounds memory. Operations whose result can be larger than their operands are checked *before* they
   run. Operations that expand a small input and that no chat template needs (format strings, padding filters, bytes,
   sums of lists) are not available;
-- weight: a list that contains one list many times is small, but its text can be unbounded. A list is weighed, as
-  text, before it is written, compared, hashed or sorted as a whole. Integers have at most `LONGEST_INT` bits.
+- weight: a list that contains one list many times is small, but its text can be unbounded. Before a list is written,
+  compared, hashed or sorted as a whole, the length of its text is charged. Integers have at most `LONGEST_INT` bits.
 
-Not bounded: a single operation that Python does in C on data of that size, such as sorting a list; the template's own
-text kept by a loop, other than by time; and compilation, which happens once, at start-up.
+Not bounded: the time of a single operation that Python does in C on data of that size, such as sorting a list; the
+text of the template itself that a loop collects (only the time limit applies); and compilation, which happens once,
+at start-up.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from headgate.errors import BrokenCheckpoint
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    chars: int = 4_000_000  # of the prompt, and of any intermediate value
-    chars_in_all: int = 200_000_000  # of all intermediate values together
+    chars: int = 4_000_000  # characters of the prompt, and of any intermediate value
+    chars_in_all: int = 200_000_000  # characters of all intermediate values together
     seconds: float = 2.0
 
 
@@ -63,13 +64,13 @@ class _Budget:
         self._made = 0
 
     def tick(self) -> None:
-        # CPU time of this thread counts: a template must not fail because the machine was busy with something else.
-        # The monotonic clock is ten times cheaper to read, and never behind.
+        # The limit is on this thread's CPU time: a template must not fail because the machine was busy. The monotonic
+        # clock is checked first, because it is ten times cheaper to read and advances at least as fast.
         if time.monotonic() > self._deadline and time.thread_time() > self._last:
             raise SecurityError(f"it ran for more than {self._limits.seconds} s")
 
     def spend(self, size: int) -> None:
-        """Account for a value of `size` characters or members."""
+        """Charge a value of `size` characters or members to the budget."""
         self.tick()
         self._made += max(size, 0)
         if size > self._limits.chars or self._made > self._limits.chars_in_all:
@@ -83,7 +84,7 @@ class _Budget:
         self.spend_on_text_of(items)
 
     def collect(self, pieces: Iterable[str]) -> str:
-        """Assemble the prompt while it is short enough."""
+        """Join the pieces; raise as soon as the text exceeds the limit."""
         total, kept = 0, []
         for piece in pieces:
             self.tick()
@@ -104,12 +105,12 @@ def render(template: jinja2.Template, variables: Mapping[str, Any], limits: Temp
         _budget.reset(token)
 
 
-# Per rendering, because templates and their environment are shared between threads.
+# Each rendering has its own budget; a context variable, because threads share templates and their environment.
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 def _text_length(value: Any, enough: int) -> int:
-    """The approximate length of a value as text. Counting stops at `enough`: lists that share members can be endless."""
+    """The approximate length of a value as text. Counting stops at `enough`, because shared lists can be endless."""
     total, stack = 0, [value]
     while stack and total <= enough:
         match stack.pop():
@@ -130,7 +131,7 @@ def _text_length(value: Any, enough: int) -> int:
 
 
 def _weighed(value: Any) -> Any:
-    """Account for a value that is about to be read completely."""
+    """Charge a value that is about to be read completely, and return it."""
     if isinstance(value, _CONTAINERS):
         _budget.get().spend_on_text_of(value)
     return value
@@ -176,7 +177,7 @@ def _check_text_method(text: str, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_members(owner: Any, args: tuple[Any, ...]) -> None:
-    """Lists and objects compare any argument with their members, or hash it."""
+    """Charge the arguments of a list's or dictionary's method, which compares them with members or hashes them."""
     if isinstance(owner, list | tuple):
         _weighed(owner)
     for value in args:
@@ -184,7 +185,7 @@ def _check_members(owner: Any, args: tuple[Any, ...]) -> None:
 
 
 def _made(value: Any) -> Any:
-    """Account for a value after its creation; it is no larger than its operands."""
+    """Charge a value after its creation, and return it; it is no larger than its operands."""
     if isinstance(value, str | list | tuple | dict):
         _budget.get().spend(len(value))
     return value
@@ -194,7 +195,7 @@ def _made(value: Any) -> Any:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment that `transformers` provides to templates, without the parts that none of them uses."""
+    """The environment that `transformers` provides to templates, without the parts that no template uses."""
 
     intercepted_binops = frozenset({"*", "**", "+", "-", "%", "/", "//"})
 
@@ -217,7 +218,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     # Not named `compile`, because Jinja has a method of that name with another meaning.
     def load(self, name: str, source: str) -> jinja2.Template:
-        """A template with accounting for every step; run it with `render`."""
+        """Compile a template, with budget checks added; run it with `render`."""
         try:
             tree = self.parse(source)
             _meter(tree)
@@ -247,7 +248,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
             return attr in _TEXT_METHODS
-        # Numbers have `to_bytes`, and nothing that a template needs.
+        # Numbers have no attribute that a template needs, but they have `to_bytes`, which can create large values.
         return not isinstance(obj, int | float) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Any:
@@ -255,24 +256,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError("the method format of text is not allowed; use ~ or a filter")
 
     def tick(self) -> None:
-        """Called by metered templates; `call` above has already checked the clock."""
+        """Do nothing. `_meter` inserts calls of this method into loops, and `call` above checks the time limit."""
 
     def shown(self, value: Any) -> Any:
-        """Called by metered templates with values that they convert to text."""
+        """Charge a value that is converted to text. `_meter` inserts the calls into templates."""
         _budget.get().spend_on_text_of(value)
         return value
 
     def weighed(self, value: Any) -> Any:
-        """Called by metered templates with values that they compare or look up."""
+        """Charge a value that is compared or looked up. `_meter` inserts the calls into templates."""
         return _weighed(value)
 
     def sliced(self, value: Any) -> Any:
-        """Called by metered templates with the results of slices."""
+        """Charge the result of a slice. `_meter` inserts the calls into templates."""
         return _made(value)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is ordinary text."""
+    """The tag `{% generation %}`, which marks the assistant's text for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's declaration)
 
@@ -282,7 +283,7 @@ class _Generation(Extension):
 
 
 class _SafeDict:
-    """`dict(...)` without the type's own attributes."""
+    """The function `dict(...)` for templates, without the attributes of the type `dict`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -312,7 +313,7 @@ def _refuse_private(name: Any) -> None:
 
 # ruff: noqa: SIM905 (eighty quoted words would be harder to read)
 
-# Jinja filters that are available unchanged: they return numbers, or pass on their input.
+# Jinja filters that are available unchanged, because they return numbers or their input.
 _FILTERS = """
     abs attr count d default first float items last length map reject rejectattr round select selectattr
 """.split()
@@ -328,7 +329,8 @@ _READING_TESTS = """
     == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in lower upper
 """.split()
 
-# Methods of text. Not `encode`: bytes are not accounted for. Methods that can expand a small input are checked.
+# Allowed methods of text. `encode` is missing, because the budget does not cover bytes. Methods that can expand a
+# small input are checked.
 _TEXT_METHODS = frozenset(
     """
     capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
@@ -339,7 +341,7 @@ _TEXT_METHODS = frozenset(
 
 
 def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)  # copies the attributes by which Jinja chooses what to pass
+    @wraps(function)  # copies the attributes from which Jinja sees which arguments to pass
     def accounted(*args: Any, **kwargs: Any) -> Any:
         return _made(function(*args, **kwargs))
 
@@ -347,7 +349,7 @@ def _accounted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with its arguments accounted for. Iterators are collected first."""
+    """Return `function` with its arguments charged to the budget. Iterators are turned into lists first."""
 
     @wraps(function)
     def weighing(*args: Any, **kwargs: Any) -> Any:
@@ -382,7 +384,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of Jinja's own filter, because a prompt is not HTML."""
+    """The filter `tojson`, without the HTML escapes of Jinja's own filter, because a prompt is not HTML."""
     wide = max(map(len, separators or ("",))) if indent is None else indent
     if wide > 16:
         raise SecurityError(f"JSON with {wide} characters between its values is too wide")
@@ -420,7 +422,7 @@ def _string(value: Any) -> str:
 
 @jinja2.pass_environment
 def _sum(environment: jinja2.Environment, iterable: Iterable[Any], attribute: str | int | None = None) -> Any:
-    """The sum of numbers, which may be large. Jinja's own filter also adds lists, with quadratic copying."""
+    """The filter `sum`, for numbers only. Jinja's own filter also adds lists, with quadratic copying."""
     return sync_do_sum(environment, _ticking(iterable), attribute)
 
 
@@ -442,7 +444,7 @@ _OWN_FILTERS: dict[str, Callable[..., Any]] = {
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Make every loop and macro check the clock in each iteration, and account for everything that becomes text."""
+    """Add budget checks: of the time in every loop iteration and macro call, and of all values that become text."""
     repeats: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for repeated in repeats:
         repeated.body.insert(0, nodes.ExprStmt(_call("tick", []), lineno=repeated.lineno))
@@ -453,7 +455,7 @@ def _meter(tree: nodes.Template) -> None:
 
 
 class _Readings(NodeTransformer):
-    """Adds accounting to slices, comparisons and keys, which Jinja compiles to plain Python."""
+    """Adds budget checks to slices, comparisons and keys, which Jinja compiles to plain Python operations."""
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802 (Jinja's name)
         self.generic_visit(node)
@@ -465,7 +467,7 @@ class _Readings(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         operands = [node.expr, *(operand.expr for operand in node.ops)]
-        # A comparison with a constant, usually a role, is short.
+        # A comparison with a constant, usually a role, is cheap and not charged.
         if sum(not isinstance(operand, nodes.Const) for operand in operands) > 1:
             node.expr = _weigh(node.expr)
             for operand in node.ops:
@@ -483,5 +485,5 @@ def _weigh(node: nodes.Expr) -> nodes.Expr:
 
 
 def _call(method: str, args: list[nodes.Expr]) -> nodes.Call:
-    """A call of one of the sandbox's own methods, which a template cannot name."""
+    """Return the node that calls a method of the sandbox, which a template itself cannot name."""
     return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)

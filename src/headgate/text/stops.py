@@ -1,10 +1,10 @@
-"""Stop strings over a stream of deltas.
+"""Finds stop strings in a stream of deltas.
 
-The stream ends at the stop string that is *completed* first, however the deltas are divided; if one character
-completes two, the longer one counts. Only text that may still become the beginning of a stop string is held back.
+The stream ends at the stop string that is *completed* first, however the text is divided into deltas; if one
+character completes two, the longer one counts. Only text that may be the beginning of a stop string is held back.
 
-A resumed stream needs no preparation: the text held back when the stream broke is exactly the text after the
-delivered characters, and the detokenizer repeats it into a new `StopStrings`.
+A resumed stream needs no state from before: the text held back when the stream broke was not delivered, so the
+detokenizer produces it again for a new `StopStrings`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, delta: str) -> str:
-        """The text that may be shown now. Once `matched` is set, the answer has ended."""
+        """Return the text that may be shown now. Once `matched` is set, the answer has ended."""
         if not self._stops:
             return delta
         if self.matched is not None:
@@ -41,7 +41,7 @@ class StopStrings:
         return text[:safe]
 
     def finish(self) -> str:
-        """The text held back for a stop string that did not appear."""
+        """Return the text held back for a stop string that did not appear."""
         held, self.held = self.held, ""
         return held
 
@@ -51,7 +51,7 @@ class StopStrings:
 
 
 def _possible_start(text: str, stop: str) -> int:
-    """The first index in `text` from which the rest is a prefix of `stop`, or the length of `text`."""
+    """Return the first index in `text` from which the rest is a prefix of `stop`; the length of `text` if none is."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):

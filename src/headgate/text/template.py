@@ -35,11 +35,11 @@ class ChatTemplate:
         limits: TemplateLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`sources` by name, of which "default" and "tool_use" are used; `variables` are the special tokens."""
+        """Load `sources`, by name; "default" and "tool_use" are used. `variables` are the special tokens."""
         self._variables = dict(variables or {})
         self._limits = limits or TemplateLimits()
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
-        self.source = "\n".join(named.values())  # all of them, for detecting the tool call format
+        self.source = "\n".join(named.values())  # of all templates, for detecting the tool call format
         sandbox = Sandbox(now)
         self._templates = {name: sandbox.load(name, source) for name, source in named.items()}
 
@@ -64,7 +64,7 @@ class ChatTemplate:
             raise RequestError("messages must not be empty", param="messages")
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "continue_final_message excludes add_generation_prompt", param="continue_final_message"
+                "continue_final_message cannot be combined with add_generation_prompt", param="continue_final_message"
             )
         prepared = [_prepared(message, flatten=not self._takes_parts) for message in messages]
         final = _mark_final(prepared) if continue_final_message else None
@@ -81,12 +81,12 @@ class ChatTemplate:
         template = self._choose(with_tools=variables["tools"] is not None)
         try:
             prompt = render(template, {**self._variables, **variables}, self._limits)
-            # like the tokenizer; only JSON within JSON can contain characters that have no UTF-8 encoding
+            # Encoding fails as it would in the tokenizer, for text from JSON within JSON that has no UTF-8 encoding.
             prompt.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt would not be valid text: {error}", param="messages") from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            # it may quote characters that have no UTF-8 encoding
+            # The error may quote characters that have no UTF-8 encoding.
             complaint = str(error).encode(errors="backslashreplace").decode()
             raise RequestError(f"the model's chat template says: {complaint}", param="messages") from error
         except RecursionError as error:
@@ -113,7 +113,7 @@ class ChatTemplate:
 
 
 def load_template(model: Path, **options: Any) -> ChatTemplate | None:
-    """The chat template of a model folder or GGUF file; None if it has none."""
+    """Return the chat template of a model folder or GGUF file; None if it has none."""
     try:
         if model.is_file():
             sources, variables = _gguf_sources(model)
@@ -132,7 +132,7 @@ def load_template(model: Path, **options: Any) -> ChatTemplate | None:
 
 
 def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; newer locations take precedence over older ones."""
+    """Read the templates of a folder, by name; newer locations take precedence over older ones."""
     in_config = config.get("chat_template") or {}
     if isinstance(in_config, list):
         in_config = {entry["name"]: entry["template"] for entry in in_config}
@@ -158,7 +158,7 @@ def _gguf_sources(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and similar, which are text or an object with a `content`."""
+    """Return `bos_token` and similar, which the config stores as text or as an object with a `content`."""
     tokens = {key: value for key, value in config.items() if key.endswith("_token")}
     texts = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
@@ -169,7 +169,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _prepared(message: Message, *, flatten: bool) -> dict[str, Any]:
-    """A copy of a message in plain types, in the form that templates expect."""
+    """Return a copy of a message in plain types, in the form that templates expect."""
     plain: dict[str, Any] = _plain(message, "messages")
     content = plain.get("content")
     if flatten and isinstance(content, list):
@@ -186,10 +186,10 @@ def _part_text(part: Any) -> str:
 
 
 def _parse_arguments(function: dict[str, Any]) -> None:
-    """Over HTTP the arguments of a call are JSON in a string; templates expect an object.
+    """Parse the arguments of a call in place: over HTTP they are JSON in a string, but templates expect an object.
 
-    Arguments that are invalid or nested too deep stay unchanged: for example, a truncated answer of a model that its
-    client sends back.
+    Arguments that are invalid or nested too deep stay unchanged. A client may, for example, send back a truncated
+    answer of a model.
     """
     if isinstance(function.get("arguments"), str):
         with suppress(ValueError, RecursionError):
@@ -200,7 +200,7 @@ _DEEPEST = 200  # nested lists and objects; well below Python's recursion limit
 
 
 def _plain(value: Any, param: str, depth: int = 0) -> Any:
-    """A copy in plain JSON types: an object with methods could be a way out of the sandbox."""
+    """Return a copy in plain JSON types, because an object with methods could be a way out of the sandbox."""
     if depth > _DEEPEST:
         raise RequestError(f"{param} is nested more than {_DEEPEST} deep", param=param)
     match value:
@@ -219,7 +219,7 @@ def _plain(value: Any, param: str, depth: int = 0) -> Any:
     raise RequestError(f"a chat template cannot be given a {type(value).__name__}", param=param)
 
 
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its trailing space reveals whether the template trims
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # the trailing space shows whether the template trims messages
 
 
 def _mark_final(messages: list[dict[str, Any]]) -> str:
@@ -239,6 +239,6 @@ def _mark_final(messages: list[dict[str, Any]]) -> str:
 def _cut_at_mark(prompt: str, final: str) -> str:
     at = prompt.rfind(_MARK.strip())
     if at < 0 or final.strip() not in prompt:
-        raise RequestError("the chat template leaves out the message to continue", param="continue_final_message")
+        raise RequestError("the chat template omits the message to continue", param="continue_final_message")
     trimmed = not prompt.startswith(_MARK, at)
     return prompt[:at].rstrip() if trimmed else prompt[:at]

@@ -27,10 +27,10 @@ from headgate.text.gguf import byte_level_backend
 # Files that show that a folder without tokenizer.json has a tokenizer that `transformers` can build.
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
-PIECE_CHARS = 1 << 16  # size of the pieces in which a text is counted: tenths of a second and some tens of megabytes
-# typical characters per token; a text with more characters for its limit is counted before it is encoded
+PIECE_CHARS = 1 << 16  # a long text is counted in pieces of this size; each takes tenths of a second
+# Typical characters per token. A text with more characters per allowed token is counted before it is encoded.
 USUAL_CHARS = 4
-UNBOUNDED_CHARS = 256  # limit of characters per token where one token can represent any amount of text
+UNBOUNDED_CHARS = 256  # most characters per allowed token, for tokenizers without a bound on a token's length
 CUT_TOKENS = 64  # maximum number of tokens that splitting a text can add
 
 
@@ -60,13 +60,13 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The ids of `text`; `add_special` adds the tokens that the checkpoint defines for both ends (usually BOS)."""
-        # Not `encode`, which holds the GIL while it works: a long prompt would block all other requests.
+        """Return the ids of `text`; `add_special` adds the checkpoint's tokens for both ends (usually BOS)."""
+        # The backend's `encode` holds the GIL while it works, so a long prompt would block all other requests.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
     def encode_within(self, text: str, most: int, *, add_special: bool = True) -> list[int]:
-        """The ids of `text`. Raises ContextTooLong if there must be more than `most`, before spending much work."""
+        """Return the ids of `text`. If there are more than `most`, raise ContextTooLong before spending much work."""
         self.check_length(len(text), most)
         if len(text) > max(most * USUAL_CHARS, PIECE_CHARS):
             self._count(text, most)
@@ -79,12 +79,12 @@ class Tokenizer:
         if self.longest is not None:
             raise too_long(-(-chars // self.longest), most)
         raise ContextTooLong(
-            f"prompt has {chars} characters; at most {most * UNBOUNDED_CHARS} are read for {most} tokens",
+            f"prompt has {chars} characters; the maximum for {most} tokens is {most * UNBOUNDED_CHARS}",
             param="prompt",
         )
 
     def _count(self, text: str, most: int) -> None:
-        """Refuse `text` as soon as its first pieces have too many tokens."""
+        """Raise ContextTooLong as soon as the first pieces of `text` have more than `most` tokens."""
         tokens = 0
         for start in range(0, len(text), PIECE_CHARS):
             tokens += len(self.encode(text[start : start + PIECE_CHARS], add_special=False)) - CUT_TOKENS
@@ -100,7 +100,7 @@ def too_long(tokens: int, most: int) -> ContextTooLong:
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:
-    """The tokenizer of a model folder or GGUF file; None if it has none, so that only token ids can be served."""
+    """Return the tokenizer of a model folder or GGUF file; None if it has none, so that only token ids are served."""
     try:
         return _load(model)
     except HeadgateError:
@@ -128,8 +128,8 @@ def _from_json(path: Path, config: Mapping[str, Any]) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise BrokenCheckpoint(f"{path} is not a tokenizer: {error}") from error
     _add_missing_tokens(backend, config.get("added_tokens_decoder", {}))
-    # The post-processor in the file decides what `encode` adds, not `add_bos_token` in the config. This matches
-    # `transformers`, so that a prompt has the same ids everywhere.
+    # The post-processor in the file decides which special tokens `encode` adds; `add_bos_token` in the config does
+    # not. `transformers` does the same, so a prompt has the same ids in both.
     return Tokenizer(
         backend, bos_token=_content(config.get("bos_token")), eos_token=_content(config.get("eos_token"))
     )
@@ -149,7 +149,7 @@ def _set_ends(tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool) -> None:
     """Make `encode` add BOS and EOS, or not, regardless of the backend's setting."""
     before = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
     after = [tokenizer.eos_id] if add_eos and tokenizer.eos_id is not None else []
-    # With our own names, because a token that contains a space or a colon could not be written in the pattern.
+    # The pattern uses the names `bos` and `eos`, because a token's text may contain a space or a colon.
     pattern = " ".join([*("bos" for _ in before), "$A", *("eos" for _ in after)])
     tokenizer.backend.post_processor = TemplateProcessing(
         single=pattern,
@@ -192,7 +192,7 @@ def _transformers_tokenizer(folder: Path, **options: str) -> Any:
     from transformers import AutoTokenizer  # takes seconds to import, so only when nothing faster can read the file
 
     try:
-        # A local folder, and no code from it is run: `trust_remote_code` is off.
+        # The folder is local, and no code from it is run: `trust_remote_code` is off.
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)  # nosec B615
     except Exception as error:  # ImportError for sentencepiece, ValueError, KeyError and more, by file type
         raise UnsupportedModel(f"the tokenizer in {folder} cannot be loaded: {error}") from error
@@ -204,7 +204,7 @@ def _transformers_tokenizer(folder: Path, **options: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint file; empty if there is no such file."""
+    """Return the JSON object in a checkpoint file; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -217,7 +217,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: str | Mapping[str, Any] | None) -> str | None:
-    """A special token's text; tokenizer_config.json stores it as text or as an object."""
+    """Return a special token's text, which tokenizer_config.json stores as text or as an object."""
     return token["content"] if isinstance(token, Mapping) else token
 
 

@@ -1,11 +1,11 @@
 """Tool calls in the format of each model family: the grammar of a call, and a parser for calls in answers.
 
-Content and calls are emitted as soon as nothing that follows can change them. Text that may still become markup
-waits. Text that looked like a call and cannot be one any more is content, complete. Once a call's name has been
-emitted the call is final, and its arguments are emitted unchanged, exactly as the model writes them.
+Content and calls are emitted as soon as no later text can change them. Text that may still become markup is held
+back. Text that looked like a call and turns out not to be one is emitted as content, in full. Once a call's name has
+been emitted, the call is final, and its arguments are emitted unchanged, exactly as the model writes them.
 
-Formats follow the chat templates. Markers that are special tokens disappear when text is decoded without them, so an
-answer that *begins* like a call to a known tool is a call, with or without a marker.
+The formats are those of the models' chat templates. Markers that are special tokens are missing if text is decoded
+without special tokens, so an answer that *begins* like a call to a known tool is a call, with or without a marker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ToolFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """The markup around the calls of a format when it is parsed, and the parts of a call for the grammar."""
+    """The markup of a format: what the parser expects around calls, and the parts of a call for the grammar."""
 
     marker: str
     bare: str  # how calls begin without the marker
@@ -43,7 +43,7 @@ class Markup:
     closing: str = ""
     arguments: str = "arguments"
     before: str = ""
-    between: str = ""  # "" if an answer can have only one call
+    between: str = ""  # the text between two calls; "" if an answer can have only one call
     after: str = ""
 
 
@@ -69,12 +69,12 @@ _MARKUP = {
     ),
 }
 _BLANKS = " \t\r\n"
-# Of an answer whose calls a grammar demands: a weak model that always begins another call would never end.
+# The most calls that a grammar allows: a weak model that always begins another call would otherwise never end.
 MOST_CALLS = 16
 
 
 def format_of(template: str | None) -> ToolFormat:
-    """The format that a chat template uses, detected from its source; Hermes by default."""
+    """Return the format that a chat template uses, detected from its source; Hermes by default."""
     if template is None or "<tool_call>" in template:
         return ToolFormat.HERMES
     if "[TOOL_CALLS]" in template:
@@ -90,7 +90,7 @@ def format_of(template: str | None) -> ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool as declared by the caller; `param` is its place in the request body."""
+    """A tool as declared by the caller; `param` is its location in the request body, for errors."""
 
     name: str
     parameters: dict[str, Any]  # a JSON schema
@@ -98,7 +98,7 @@ class Tool:
 
 
 def call_rules(format: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Grammar rules in which `calls` is one call of one of `tools`, or up to `MOST_CALLS` with `parallel`."""
+    """Return grammar rules in which `calls` is one call of one of `tools`, or up to `MOST_CALLS` with `parallel`."""
     markup = format.markup
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
     more = f" ({literal(markup.between)} call){{0,{MOST_CALLS - 1}}}" if parallel and markup.between else ""
@@ -137,7 +137,7 @@ class ParsedCall:
 
 
 def parse_calls(text: str, format: ToolFormat, *, names: Collection[str], seed: str) -> tuple[str, list[ParsedCall]]:
-    """The content and calls of a complete answer, as a `ToolParser` would emit them."""
+    """Return the content and calls of a complete answer, as a `ToolParser` would emit them."""
     parser = ToolParser(format, names=names, seed=seed)
     pushed, finished = parser.push(text), parser.finish()
     deltas = pushed[1] + finished[1]
@@ -155,17 +155,17 @@ class ToolParser:
     """Splits one answer into content and tool calls, as the text arrives.
 
     `names` are the tools that may be called. `seed` determines the ids of the calls: it is the request's id, so that
-    a replayed stream has the same ones. Its input is text after stop strings have been cut.
+    a replayed stream has the same ids. The parser's input is the text without stop strings.
     """
 
     def __init__(self, format: ToolFormat, *, names: Collection[str], seed: str) -> None:
-        self.calls = 0  # started so far
+        self.calls = 0  # number of calls begun so far
         self._markup = format.markup
         self._names = frozenset(names)
         self._seed = seed
         self._text = ""  # not yet processed
         self._blank = ""  # white space that is content only if more content follows
-        self._held = ""  # read as markup, or as a call that has not begun; content if none begins
+        self._held = ""  # text read as markup or as the start of a call; it is content if no call begins
         self._marked = False  # the current calls were preceded by their marker
         self._reader: _CallReader | None = None
         self._where: Callable[[], bool] = self._at_start
@@ -174,18 +174,18 @@ class ToolParser:
 
     @property
     def called(self) -> bool:
-        """At least one call has begun: the finish reason is "tool_calls" if the answer ended by itself."""
+        """Whether a call has begun. The finish reason is then "tool_calls", if the answer ended by itself."""
         return self.calls > 0
 
     def push(self, delta: str) -> tuple[str, list[CallDelta]]:
-        """The content and call pieces that `delta` adds. Neither contains markup."""
+        """Return the content and call pieces that `delta` adds. Neither contains markup."""
         self._text += delta
         while self._text and self._where():
             pass
         return self._take()
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """The text that was held back because it might have become markup; call this once, at the end of the answer."""
+        """Return the text that was held back as possible markup. Call this once, at the end of the answer."""
         if self._where != self._after_call:
             self._say(self._held + self._text)
         if not self.called:
@@ -202,7 +202,7 @@ class ToolParser:
     # more.
 
     def _at_start(self) -> bool:
-        """Only blanks so far: calls may begin without their marker."""
+        """State: only blanks so far. Calls may begin without their marker."""
         text, marker = self._text.lstrip(), self._markup.marker
         self._blank += self._text[: len(self._text) - len(text)]
         self._text = text
@@ -228,7 +228,7 @@ class ToolParser:
         return False
 
     def _before_call(self) -> bool:
-        """Inside the markup, before the first call: if no call follows, this is text."""
+        """State: inside the markup, before the first call. If no call follows, this is content."""
         text = self._text
         if text[0] == "{":
             self._reader = _CallReader(names=None if self._marked else self._names)
@@ -255,7 +255,7 @@ class ToolParser:
         return True
 
     def _after_call(self) -> bool:
-        """Inside the markup, after a call: this is not content, unless the markup has ended."""
+        """State: inside the markup, after a call. This is not content, unless the markup has ended."""
         text, closing = self._text.lstrip(self._markup.separators + _BLANKS), self._markup.closing
         self._text = text
         if not text or (closing.startswith(text) and text != closing):
@@ -273,10 +273,10 @@ class ToolParser:
         self._where = self._before_call
 
     def _leave(self) -> None:
-        """Return to content; text held for a call that never began is content, too."""
+        """Return to content. Text that was held for a call that never began is content, too."""
         held, self._held = self._held, ""
         self._reader, self._where = None, self._in_text
-        # Emitted and not parsed again, or it would look like a call once more.
+        # The text is not parsed again, because it would look like a call once more.
         self._say(held)
 
     def _say(self, text: str) -> None:
@@ -299,7 +299,7 @@ class ToolParser:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """The number of characters at the end of `text` that may be the beginning of `marker`."""
+    """Return how many characters at the end of `text` may be the beginning of `marker`."""
     return next(n for n in range(min(len(text), len(marker)), -1, -1) if marker.startswith(text[len(text) - n :]))
 
 
@@ -308,9 +308,10 @@ _KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 
 class _CallReader:
-    """Reads one call, `{"name": ..., "arguments": {...}}`, character by character; with `names`, only of those tools.
+    """Reads one call, `{"name": ..., "arguments": {...}}`, character by character.
 
-    It tracks only strings and brackets; the arguments are passed on unchanged.
+    With `names`, only calls of those tools are accepted. The reader tracks only strings and brackets; the arguments
+    are passed on unchanged.
     """
 
     def __init__(self, *, names: Collection[str] | None) -> None:
@@ -319,7 +320,7 @@ class _CallReader:
         self.broken = False
         self._names = names
         self._fresh: list[str] = []  # pieces of the arguments that were not taken yet
-        self._given = False  # there were arguments
+        self._given = False  # whether the call has arguments
         self._depth = 0
         self._quoted = self._escaped = False
         self._key: str | None = None  # the key of the current or next value; None where a key is expected
@@ -343,7 +344,7 @@ class _CallReader:
 
     @property
     def _passing(self) -> bool:
-        """Whether the text is arguments to be passed on at once. Quoted arguments must be unquoted first."""
+        """Whether the current text is arguments that are passed on at once. Quoted ones must be unquoted first."""
         return self._key in _ARGUMENTS and self._depth > 1
 
     def _read(self, char: str) -> None:
@@ -373,10 +374,10 @@ class _CallReader:
             self._quoted = False
 
     def _read_between(self, char: str) -> None:
-        """A character of the call's own object: punctuation, blanks or a bare value."""
+        """Read a character of the call's outermost object: punctuation, a blank, or part of an unquoted value."""
         if char == ":" and self._key is None:
             self._key, self._token = self._string(), ""
-            # Other objects may have any key; a known call may have additional keys.
+            # Until a known name is read, an unknown key shows that this is not a call; after it, any key is allowed.
             unlike = self._names is not None and self.name is None and self._key not in _KEYS
             self.broken |= self._key is None or unlike
         elif char == ",":

@@ -1,8 +1,8 @@
 """Compiles a grammar in a separate process with limited time and memory: `python -m headgate.text.trial < GRAMMAR`.
 
-The library that compiles grammars bounds its own work, except where several patterns must match one text: each
-additional pattern can double time and memory. Nothing inside a process can stop that, so it is done in another
-process.
+The library that compiles grammars bounds its own work, except if several patterns must match one text: each
+additional pattern can then double time and memory. This cannot be stopped from within the process, so such a grammar
+is compiled in a separate one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from headgate.text.grammar_check import complaint_about
 
 CPU_S = 2
 MEMORY_BYTES = 2**30
-WAIT_S = 60.0  # on an overloaded machine
+WAIT_S = 60.0  # generous, for overloaded machines; CPU time is limited separately
 
 TOO_MUCH = "it takes too long to compile; let fewer patterns apply to the same text"
 
 
 def tried(grammar: str) -> str:
-    """The error of `grammar`, or ""."""
+    """Compile `grammar` in a separate process; returns its error, "" if there is none."""
     command = [sys.executable, "-m", "headgate.text.trial"]
     try:
         done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=WAIT_S, check=False)

@@ -1,1 +1,1 @@
-"""KV transfer between engines. Handles blocks, leases and bytes; has no notion of sequences."""
+"""KV transfer between engines. Handles blocks, leases and bytes, but no sequences."""

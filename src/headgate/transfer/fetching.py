@@ -33,7 +33,7 @@ class Dropped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchSettings:
-    """What all fetching connections of a transport share."""
+    """The settings that all fetching connections of a transport share."""
 
     memory: BlockMemory
     wait_s: float  # longest time without progress
@@ -41,27 +41,27 @@ class FetchSettings:
 
 
 class FetchClient(Link):
-    """Attaches to the lease of a ticket at once, and fetches when `begin` names the blocks to fill."""
+    """Attaches to the lease of a ticket at once, and fetches its KV when `begin` names the blocks to fill."""
 
     protocol = PROTOCOL
 
     def __init__(self, sock: socket.socket, id: int, ticket: Ticket, shared: FetchSettings) -> None:
         super().__init__(sock)
-        self.events = EVENT_WRITE  # writable once connected
+        self.events = EVENT_WRITE  # the socket becomes writable when the connection is established
         self.id = id
         self.fetch: Fetch | None = None
         self.connected = False
         self.fetched = False
-        self.began_s = self.last_progress_s = shared.clock()  # when the fetch began; the last progress
+        self.began_s = self.last_progress_s = shared.clock()  # start of the fetch, and its last progress
         self._ticket = ticket
         self._memory, self._wait_s, self._clock = shared.memory, shared.wait_s, shared.clock
         self._beat_s, self._next_beat_s = 0.0, inf
         self.attached = False
         self._payload = bytearray()
-        self._announced = 0  # blocks that BLOCKS or READY frames have covered
+        self._announced = 0  # number of blocks that BLOCKS or READY frames have announced
 
     def connect(self) -> None:
-        """Called when the socket first becomes writable: the connection has either succeeded or failed."""
+        """Complete the connection, when the socket first becomes writable; raises PeerGone if it has failed."""
         if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise PeerGone(f"no connection ({error})")
         self.connected = True
@@ -100,7 +100,7 @@ class FetchClient(Link):
             raise BadFrame("wrong checksum")
 
     def _next_blocks(self, header: FrameHeader) -> tuple[int, ...]:
-        """The blocks that the content of this frame belongs to."""
+        """Return the blocks of our cache into which the content of this frame is written."""
         fetch = self.fetch
         if fetch is None or header.a != fetch.skip + self._announced or not header.b:
             raise BadFrame("blocks that were not requested")
@@ -117,7 +117,7 @@ class FetchClient(Link):
                 self._beat_s = header.a / 3000
                 self._next_beat_s = self.last_progress_s + self._beat_s
             case FrameKind.BLOCKS:
-                pass  # already written to their place
+                pass  # the body has already been written to its blocks
             case FrameKind.END:
                 if self.fetch is None or self._announced != len(self.fetch.blocks):
                     raise BadFrame("an end before the last block")
@@ -132,7 +132,7 @@ class FetchClient(Link):
         self.queue(encode(FrameHeader(FrameKind.DONE)))
 
     def release(self) -> None:
-        """Release what this client holds. Called when the connection has ended."""
+        """Called once, after the connection has closed. Transports that hold memory of the peer override it."""
 
     def tick(self, now_s: float) -> None:
         """Send heartbeats, and detect a peer that has stopped responding."""

@@ -1,4 +1,4 @@
-"""The frames of a transfer connection: a header of 32 bytes and a body, and how blocks are encoded.
+"""The frames of a transfer connection: a header of 32 bytes and a body. Also the encoding of blocks.
 
 The fetching engine (D) sends ATTACH, FETCH, BEAT and DONE; the engine that has the KV (P) sends TAKEN, BLOCKS, END
 and DROP.
@@ -11,12 +11,12 @@ and DROP.
        DONE ───────────────►        then both sides close the connection
 
 P may send DROP with a reason at any time. The body of BLOCKS is the first part of each block, then the second part of
-each, and so on, followed by a checksum. Each side adds up what it is about to send or has just received, and neither
-waits for the other to do so. The checksum is a digest of the sums of each part of each block: it detects damaged,
-truncated or misplaced data at the speed of memory. It does not protect against deliberate changes.
+each, and so on, followed by a checksum. P sums the data while it sends, and D while it receives, so neither waits for
+the other. The checksum is a digest of the sums of each part of each block: it detects damaged, truncated or misplaced
+data at the speed of memory. It does not protect against deliberate changes.
 
-When bytes travel by NIXL (`nixl.py`) or within one GPU (`same_gpu.py`), P sends AGENT after TAKEN, and READY, with a
-checksum, instead of BLOCKS; D replies TOOK.
+If block data travels by NIXL (`nixl.py`) or within one GPU (`same_gpu.py`), P sends AGENT after TAKEN, and READY with
+a checksum instead of BLOCKS; D replies TOOK.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Attach(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     version: int
     layout: str
-    gpu_id: str = ""  # D's GPU, if KV may be copied from memory to memory there
+    gpu_id: str = ""  # D's GPU, if KV may be copied within its memory
 
 
 class Checksum:
-    """A checksum of blocks. It does not depend on how they are divided into portions."""
+    """A checksum of blocks. It does not depend on how the blocks are divided into portions."""
 
     def __init__(self) -> None:
         self._digest = blake2b(digest_size=CHECKSUM_BYTES)
@@ -107,7 +107,7 @@ class Checksum:
 
 
 def pieces(portion: Portion) -> list[memoryview]:
-    """The bytes of a portion, in transmission order."""
+    """Return the bytes of a portion, in transmission order."""
     return [run.data.cast("B") for run in portion]
 
 

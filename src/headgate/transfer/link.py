@@ -19,13 +19,13 @@ class PeerGone(Exception):
 
 
 class Link:
-    """Subclasses define where a body is stored (`body_for`), how frames are handled (`received`) and sent (`more`)."""
+    """A connection. Subclasses define where a body is stored (`body_for`) and how to react to frames (`received`)."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.events = EVENT_READ  # what the selector waits for
-        self.closing = False  # nothing more will be queued
+        self.closing = False  # if true, no further data will be queued
         self._out = Cursor()
         self._head = bytearray(HEADER_BYTES)
         self._header: FrameHeader | None = None
@@ -40,7 +40,7 @@ class Link:
         raise NotImplementedError
 
     def more(self) -> None:
-        """Queue more data to send, if there is any."""
+        """Queue more data to send, if there is any. Called when all queued data has been sent."""
 
     def queue(self, buffers: Iterable[memoryview]) -> None:
         self._out.add(buffers)
@@ -50,7 +50,7 @@ class Link:
         return bool(self._out)
 
     def send(self) -> int:
-        """Returns the number of bytes sent."""
+        """Send queued data without blocking; returns the number of bytes sent."""
         sent = 0
         while self._has_more() and sent < MOST_BYTES_PER_TURN:
             try:
@@ -69,7 +69,7 @@ class Link:
         return bool(self._out)
 
     def receive(self) -> int:
-        """Returns the number of bytes received."""
+        """Receive data without blocking; returns the number of bytes received."""
         came = 0
         while came < MOST_BYTES_PER_TURN:
             try:
@@ -87,14 +87,14 @@ class Link:
         return came
 
     def _step(self) -> None:
-        """Handle a complete header, or a complete portion of its body."""
+        """Handle the buffer that was just filled: a header, or a portion of the body."""
         if self._header is None:
             self._header = decode_header(self._head)
             self._body, self._left = self.body_for(self._header), self._header.length
         portion = next(self._body, None)
         self._left -= sum(map(len, portion or ()))
         if self._left < 0 or (portion is None and self._left):
-            raise BadFrame(f"{self._header.kind.name} has a wrong length of {self._header.length} bytes")
+            raise BadFrame(f"{self._header.kind.name} has the wrong length: {self._header.length} bytes")
         if portion is not None:
             self._into = Cursor(portion)
             return

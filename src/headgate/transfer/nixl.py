@@ -6,11 +6,11 @@ copies filled blocks into a slot and sends READY; D reads the slot, compares the
     ◄────────── TAKEN, AGENT         P's agent, and where its slots are
        FETCH ──────────────►
     ◄─────────── READY, READY        a: first block, b: how many; a checksum; the offset in P's slots
-       TOOK ───────────────►         the first of them is free again
+       TOOK ───────────────►         the slot of the first READY is free again
     ◄──────────────────── END        everything had been copied before the lease ended
 
-Blocks that find no free slot are sent over the connection as BLOCKS, so no connection ever waits for another one's
-slot.
+If no slot is free, blocks are sent over the connection as BLOCKS, so no connection ever waits for a slot that another
+connection uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headgate.transfer.transport import BlockMemory
 
 
 class NixlSlots(msgspec.Struct, frozen=True, array_like=True):
-    """What D needs to read P's slots."""
+    """The description of P's slots that D needs to read them."""
 
     metadata: bytes
     address: int
@@ -159,7 +159,7 @@ class NixlClient(FetchClient):
 
     def _begin(self, ready: NixlReady) -> Read | None:
         if self._remote is None:
-            # Only once something is ready: while it is, the other side lets NIXL connect.
+            # Not before a block is ready: only then does P poll NIXL, without which no connection can be made.
             assert self._peer_slots is not None
             self._remote = self._agent.add_remote(self._peer_slots.metadata)
         return self._agent.read(self._remote, ready.address, len(ready.blocks) * self._memory.block_bytes)

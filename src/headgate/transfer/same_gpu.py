@@ -6,14 +6,15 @@ opens the shelf; P copies filled blocks into a slot, and D copies them out:
 
        ATTACH ─────────────►         D's GPU
     ◄────────── TAKEN, AGENT         P's shelf, if P is on that GPU
-       OPENED ─────────────►         a: 1, or 0 if it cannot be opened, and everything goes over the connection
+       OPENED ─────────────►         a: 1; or 0 if D cannot open it, and all blocks go over the connection
        FETCH ──────────────►
     ◄─────────── READY, READY        a: first block, b: how many; a checksum; the slot
-       TOOK ───────────────►         the first of them is free again
+       TOOK ───────────────►         the slot of the first READY is free again
     ◄──────────────────── END        everything had been copied before the lease ended
 
-Blocks that find no free slot are sent over the connection as BLOCKS, so no connection ever waits for another one's
-slot. Both copies are complete when their calls return: nothing is written to a block after its fetch has ended.
+If no slot is free, blocks are sent over the connection as BLOCKS, so no connection ever waits for a slot that another
+connection uses. Both copies are complete when their calls return: nothing is written to a block after its fetch has
+ended.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ IDLE_S = 30.0  # how long an unused shelf of another engine stays open for the n
 
 @dataclass(slots=True, eq=False)
 class OpenShelf:
-    """Another engine's shelf, opened once for all connections to it."""
+    """The shelf of another engine, opened once for all connections to that engine."""
 
     descriptor: bytes
     shelf: ShelfReader
     users: int = 0
-    left_s: float = -inf  # when the last user left
+    left_s: float = -inf  # when the last connection that used it ended
 
 
 class ShelfTable:
-    """State shared by all connections of a transport. Used only by the transport's thread."""
+    """Our shelf, and the shelves of other engines that are open. Used only by the transport's thread."""
 
     def __init__(self, memory: SameGpuMemory) -> None:
         self.memory = memory
@@ -82,7 +83,7 @@ class ShelfTable:
     # -- other engines' slots -------------------------------------------------------
 
     def enter(self, descriptor: bytes) -> OpenShelf:
-        """Open a shelf, or share an open one. Must be paired with `leave`. Raises OSError if it cannot be opened."""
+        """Open a shelf, or share an open one. Pair each call with `leave`. Raises OSError if it cannot be opened."""
         opened = self._open_shelves.get(descriptor)
         if opened is None:
             opened = self._open_shelves[descriptor] = OpenShelf(descriptor, self.memory.open(descriptor))
@@ -94,7 +95,7 @@ class ShelfTable:
         opened.left_s = now_s
 
     def tidy(self, now_s: float) -> None:
-        """Close shelves unused for a while: their engine may be gone, and an open shelf keeps its memory allocated."""
+        """Close shelves that are unused for `IDLE_S`: the engine may be gone, but an open shelf keeps its memory."""
         for opened in list(self._open_shelves.values()):
             if not opened.users and now_s - opened.left_s >= IDLE_S:
                 del self._open_shelves[opened.descriptor]
@@ -139,7 +140,7 @@ class SameGpuServer(SlotServer):
         super().__init__(table.give_slot, sock, shared)
         self._table = table
         self._awaiting_opened = False  # D has not yet answered whether it can open our shelf
-        self._shelf: Shelf | None = None  # set if D can read it
+        self._shelf: Shelf | None = None  # our shelf, if D can read it
 
     @property
     def must_wait(self) -> bool:
@@ -161,7 +162,7 @@ class SameGpuServer(SlotServer):
 
     def _on_opened(self, opened: bool) -> None:
         if not self._awaiting_opened:
-            raise BadFrame("opened what it was not offered")
+            raise BadFrame("OPENED for a shelf that was not offered")
         self._awaiting_opened = False
         self._shelf = self._table.shelf() if opened else None
 

@@ -1,4 +1,4 @@
-"""The serving side: KV on offer, and one connection from an engine that fetches it."""
+"""The serving side: the KV that other engines may fetch, and one connection from an engine that fetches it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from headgate.transfer.frames import (
 from headgate.transfer.link import Body, Link
 from headgate.transfer.transport import BlockMemory, Event, Released, Renewed
 
-MESSAGE_BYTES = 8 * 2**20  # size of one BLOCKS frame: large enough that the fixed cost per piece is small
+MESSAGE_BYTES = 8 * 2**20  # size of one BLOCKS frame: large enough that its fixed cost is small
 
 
 @dataclass(slots=True)
 class Offer:
-    """KV that may be fetched. Written by the engine's loop, read by the transport's thread."""
+    """KV that may be fetched. Written by the step loop, read by the transport's thread."""
 
     lease: int
     generation: int
@@ -40,7 +40,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class ServingSettings:
-    """What all serving connections of a transport share."""
+    """The settings that all serving connections of a transport share."""
 
     memory: BlockMemory
     find: Callable[[int], Offer | None]
@@ -50,7 +50,7 @@ class ServingSettings:
 
 
 class LeaseServer(Link):
-    """Serves one connection. A lease serves a single connection and ends with it."""
+    """Serves one connection. A lease can be used by a single connection and ends with it."""
 
     protocols: tuple[int, ...] = (PROTOCOL,)
 
@@ -72,7 +72,7 @@ class LeaseServer(Link):
 
     def received(self, header: FrameHeader) -> None:
         if self.closing:
-            return  # sent before our last frame arrived
+            return  # the peer sent this before our last frame reached it
         match header.kind:
             case FrameKind.ATTACH:
                 self._attach(msgspec.msgpack.decode(self._payload, type=Attach))
@@ -89,7 +89,7 @@ class LeaseServer(Link):
         offer = self._find(attach.lease)
         if self.offer is not None:
             raise BadFrame("attached twice")
-        # A peer that does not know both lease and generation learns nothing more.
+        # Without the right lease id and generation, a peer learns nothing about the lease.
         if offer is None or offer.generation != attach.generation or offer.withdrawn or offer.taken:
             self._drop("unknown lease")
         elif attach.protocol not in self.protocols:
@@ -132,7 +132,7 @@ class LeaseServer(Link):
         self._close_soon()
 
     def _close_soon(self) -> None:
-        """Send no more, and let the peer close first: closing with unread data could discard our last frame."""
+        """Send no more frames and let the peer close first: closing with unread data could discard our last frame."""
         self.closing, self.since_s = True, self._clock()
 
     def more(self) -> None:
@@ -147,7 +147,7 @@ class LeaseServer(Link):
         elif self._fetching and self._next < min(offer.filled, self._end):
             self._send_blocks(offer, min(offer.filled, self._end, self._next + self._at_once))
         elif self._fetching and self._next == self._end:
-            # Everything has been read, and the blocks were still leased after that: the data sent is correct.
+            # All blocks have been read, and they are still leased now, so the data sent is correct.
             self._fetching = False
             self.queue(encode(FrameHeader(FrameKind.END)))
 
@@ -155,7 +155,7 @@ class LeaseServer(Link):
         blocks = offer.blocks[self._next : stop]
         length = len(blocks) * self._memory.block_bytes + CHECKSUM_BYTES
         self._sending = self._body_of(blocks)
-        # Read before the header is sent: an announced body must follow, even if the cache has gone to sleep by then.
+        # Read data before the header is sent: once announced, a body must follow, even if sleep releases the cache.
         first = next(self._sending)
         self.queue([*encode(FrameHeader(FrameKind.BLOCKS, self._next, len(blocks), length)), *first])
         self._next = stop
@@ -168,7 +168,7 @@ class LeaseServer(Link):
         yield [memoryview(checksum.digest())]
 
     def release(self) -> None:
-        """Release the lease. Called when the connection has ended; its peer cannot attach again."""
+        """End the lease. Called when the connection has ended; its peer cannot attach again."""
         if self.offer is not None:
             self._post_event(Released(self.offer.lease, self.offer.generation, fetched=False))
             self.offer = None

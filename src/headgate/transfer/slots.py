@@ -1,4 +1,4 @@
-"""P's side of transfers that bypass the connection: blocks are copied into slots, which D returns in order."""
+"""P's side of transfers that bypass the connection: P copies blocks into slots, and D returns the slots in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SlotServer(LeaseServer):
     def __init__(self, give: Callable[[int], None], sock: socket.socket, shared: ServingSettings) -> None:
         super().__init__(sock, shared)
         self._give = give
-        self._lent: deque[int] = deque()  # in the order in which they were announced
+        self._lent: deque[int] = deque()  # slots in the order in which they were announced
 
     @property
     def must_wait(self) -> bool:
@@ -33,7 +33,7 @@ class SlotServer(LeaseServer):
             super().received(header)
 
     def more(self) -> None:
-        # A client that waits for a slot is still notified at once when the offer is withdrawn.
+        # Even if D holds all slots, it must learn at once that the offer is withdrawn.
         if not self.must_wait or self.offer is None or self.offer.withdrawn:
             super().more()
 

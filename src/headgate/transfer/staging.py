@@ -1,12 +1,11 @@
-"""Memory that NIXL transfers: separate slots, never the cache.
+"""The memory that NIXL reads and writes: separate slots, never the cache.
 
 A read that was started may write until NIXL reports its end, even if its fetch was abandoned or the other engine was
-stopped. So reads land in slots, and a slot is kept until its read has ended, while the blocks are free at once. Peers
-also read slots only: pages of a cache are released and allocated again by sleep, which a network adapter would not
-notice, and a peer that may read one slot must not be able to read all KV.
+stopped. Reads therefore write to slots, and a slot is kept until its read has ended, while the blocks are free at
+once. Peers also read only slots, for two reasons: sleep releases and reallocates pages of the cache, which a network
+adapter would not notice; and a peer that may read one slot must not be able to read all KV.
 
-Everything here is used by the transport's thread only. NIXL's own progress thread is disabled, because it would spin
-constantly.
+Only the transport's thread uses this module. NIXL's own progress thread is disabled, because it would never sleep.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from headgate.transfer.transport import Portion, Words
 
 log = logging.getLogger(__name__)
 
-SLOTS = 16  # for peers to read, and as many to read into
+SLOTS = 16  # slots that peers read; there are as many again that we read into
 MOST_REMOTES = 64
 # The thread polls without sleeping until BUSY_POLL_S after the last activity of a read, and then every POLL_S.
 BUSY_POLL_S, POLL_S = 0.1, 0.002
@@ -63,7 +62,7 @@ class Slots:
         return slot * self.slot_bytes
 
     def write(self, slot: int, portions: Iterable[Portion]) -> bytes:
-        """Returns the checksum of what was written."""
+        """Copy portions into a slot; returns their checksum."""
         checksum = Checksum()
         for run, place in self._places(slot, portions):
             checksum.add([run])
@@ -71,7 +70,7 @@ class Slots:
         return checksum.digest()
 
     def read(self, slot: int, portions: Iterable[Portion]) -> bytes:
-        """Returns the checksum of what was read."""
+        """Copy a slot into portions; returns the checksum of the data."""
         checksum = Checksum()
         for run, place in self._places(slot, portions):
             np.copyto(run, place)
@@ -79,7 +78,7 @@ class Slots:
         return checksum.digest()
 
     def _places(self, slot: int, portions: Iterable[Portion]) -> Iterator[tuple[Words, Words]]:
-        """Each run with its place in the slot."""
+        """Yield each run of words with its memory in the slot."""
         start = 0
         for run in (run for portion in portions for run in portion):
             yield run, self._words[slot, start : start + run.size].reshape(run.shape)
@@ -145,13 +144,13 @@ class Agent:
 
     def _forget(self, remote: Remote) -> None:
         del self._remotes[remote.metadata]
-        with suppress(Exception):  # it may already be gone
+        with suppress(Exception):  # the agent may already be gone
             self._agent.remove_remote_agent(remote.name)
 
     # -- reads ----------------------------------------------------------------------
 
     def read(self, remote: Remote, address: int, length: int) -> Read | None:
-        """Start a read; None if there is no free slot to read into."""
+        """Start a read of the peer's memory; returns None if there is no free slot to read into."""
         if (slot := self.into.take()) is None:
             return None
         try:
@@ -197,7 +196,7 @@ class Agent:
 
     @property
     def stuck(self) -> bool:
-        """Whether abandoned reads occupy half of our slots, so that another path should be used."""
+        """Whether abandoned reads occupy half of our slots, so that KV should travel over the connection instead."""
         return len(self._abandoned) >= self.into.count // 2
 
     # -- progress ---------------------------------------------------------------------
@@ -207,7 +206,7 @@ class Agent:
 
     def make_progress(self) -> None:
         """Let NIXL serve the reads of peers, and release abandoned reads that have ended."""
-        with suppress(Exception):  # a lost peer is reported where it is used
+        with suppress(Exception):  # an error of a lost peer is raised again where that peer is used
             self._agent.get_new_notifs()
         for read in list(self._abandoned):
             if self._is_abandoned_read_over(read):

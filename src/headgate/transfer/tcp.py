@@ -1,8 +1,7 @@
-"""KV transfer over TCP: one thread per engine, non-blocking sockets, bytes sent directly from and to the cache
-memory.
+"""KV transfer over TCP: one thread per engine, non-blocking sockets, bytes read and written directly in the cache.
 
-The thread owns all sockets. The engine's loop passes commands to it through a queue and wakes it through a socket;
-the table of offers is shared by both. A connection that misbehaves is closed without affecting others.
+The thread owns all sockets. The step loop passes commands to it through a queue and wakes it through a socket; both
+share the table of offers. A connection that misbehaves is closed without affecting others.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class TcpTransport:
         self._serving = ServingSettings(memory, self._offers.get, self._post_event, lease_s, clock)
         self._fetching = FetchSettings(memory, wait_s, clock)
         self._servers: set[LeaseServer] = set()
-        self._clients: dict[int, FetchClient | None] = {}  # by sequence; None: lost before the fetch was requested
-        self._detaching: dict[FetchClient, None] = {}  # abandoned, but P does not know the lease yet
+        self._clients: dict[int, FetchClient | None] = {}  # by sequence; None: connection lost before `fetch`
+        self._detaching: dict[FetchClient, None] = {}  # abandoned, but not attached yet
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._post: Post = lambda _: None
@@ -150,7 +149,7 @@ class TcpTransport:
         self._wake()
 
     def _wake(self) -> None:
-        # A full socket has already woken the thread; a closed one has no thread to wake.
+        # If the socket is full, the thread is already being woken; if it is closed, the thread has ended.
         with suppress(BlockingIOError, OSError):
             self._waker.send(b".")
 
@@ -176,7 +175,7 @@ class TcpTransport:
                 self._run_commands()
             elif key.fileobj is self._listener:
                 self._accept()
-            elif key.data.sock.fileno() >= 0:  # not closed earlier in this turn
+            elif key.data.sock.fileno() >= 0:  # skip a connection that was closed earlier in this turn
                 self._guard(key.data, mask)
         if (now_s := self._clock()) >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
@@ -199,7 +198,7 @@ class TcpTransport:
             return
         except OSError as error:
             log.warning("a transfer connection cannot be accepted: %s", error)
-            time.sleep(TICK_S)  # most likely out of descriptors; accept would fail again at once
+            time.sleep(TICK_S)  # most likely there are no free file descriptors, and accept would fail again at once
             return
         if len(self._servers) >= MOST_CONNECTIONS:
             sock.close()
@@ -281,7 +280,7 @@ class TcpTransport:
         server.release()
 
     def _settle(self, settled: Future[None]) -> None:
-        # Data in flight to peers is sent directly from the cache.
+        # Data is sent directly from the cache, so connections that are sending must end first.
         for server in list(self._servers):
             self._close_server(server)
         settled.set_result(None)
@@ -308,7 +307,7 @@ class TcpTransport:
         address = parse_address(ticket.engine)
         ip = ipaddress.ip_address(address.host)
         if not any(ip in network for network in self._peers):
-            raise ValueError(f"{ip} is not an engine that this one may fetch from (kv_peers)")
+            raise ValueError(f"this engine may not fetch from {ip}: it is not in kv_peers")
         sock = socket.socket(address.family)
         try:
             _tune(sock)
@@ -337,7 +336,7 @@ class TcpTransport:
             self._close(client)
             client.release()
         else:
-            # Closed once P knows the lease, which would otherwise be kept until it expires.
+            # Close only after the lease is attached: P then ends the lease, instead of keeping it until it expires.
             self._detaching[client] = None
         self._post_end(client, ok=False)
 
@@ -351,7 +350,7 @@ class TcpTransport:
         client.release()
         del self._clients[client.id]
         if client.fetch is None:
-            self._clients[client.id] = None  # so that a later fetch fails at once
+            self._clients[client.id] = None  # a later fetch then fails at once
         self._post_end(client, ok=ok)
 
     def _post_end(self, client: FetchClient, *, ok: bool) -> None:

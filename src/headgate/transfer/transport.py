@@ -1,10 +1,9 @@
-"""The interface of a transport: fetches KV from other engines, and lets them fetch ours.
+"""The interface of a transport, which fetches KV from other engines and lets other engines fetch ours.
 
-Fetching: `attach` attaches to the lease of a ticket and keeps it alive, `fetch` fills blocks from it, `leave`
-detaches. Every fetch ends with exactly one `Fetched`, even after `leave`. Serving: an offer can be fetched by any
-peer that knows its lease, as far as it is filled. After `withdraw` has returned, nothing read from those blocks is
-delivered as KV. `settle` completes when no fetch by a peer reads the cache memory any more, and the memory can be
-released.
+Fetching: `attach` attaches to the lease of a ticket and keeps the lease alive, `fetch` fills blocks with its KV,
+`leave` detaches. Every fetch ends with exactly one `Fetched`, even after `leave`. Serving: any peer that knows the
+lease of an offer can fetch the blocks that are filled. After `withdraw` has returned, data read from its blocks is no
+longer accepted as KV by any peer. `settle` completes when no peer reads the cache memory, which can then be released.
 
 All methods may be called from any thread and never wait for a peer. Events are posted from the transport's own
 thread.
@@ -25,7 +24,7 @@ from headgate.protocol.plan import Fetch
 from headgate.protocol.request import Ticket
 
 Words = npt.NDArray[np.uint64]
-Portion = list[Words]  # runs [blocks, words], each of one part of some blocks
+Portion = list[Words]  # arrays [blocks, words], each with one part of some blocks
 
 
 class Shelf(Protocol):
@@ -74,10 +73,10 @@ class BlockMemory(Protocol):
     same_gpu: SameGpuMemory | None  # None: the cache cannot be shared on a GPU
 
     def lend(self, blocks: Sequence[int]) -> Iterator[Portion]:
-        """The content of these blocks, for reading."""
+        """Yield the content of these blocks, for reading."""
 
     def room(self, blocks: Sequence[int]) -> Iterator[Portion]:
-        """Memory for the content of these blocks. Requesting the next portion means that the last one is filled."""
+        """Yield memory for the content of these blocks. Requesting the next portion means that the last is filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """One of our leases is no longer needed."""
+    """The peer no longer needs one of our leases."""
 
     lease: int
     generation: int
@@ -135,7 +134,7 @@ class Transport(Protocol):
 
 
 class NoTransport:
-    """Fetches nothing and serves nothing: every ticket leads to a local prefill."""
+    """A transport that fetches nothing and serves nothing: a request with a ticket computes its prompt locally."""
 
     address = ""
 

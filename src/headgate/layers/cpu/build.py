@@ -1,7 +1,7 @@
 """Compiles the C++ kernels on first use and loads them.
 
-There is one folder per hash of sources, flags, torch and Python versions; see `headgate.compiling`. If the kernels
-are unavailable, the torch backend is used.
+Each combination of sources, flags, torch version and Python version has its own folder, named by a hash (see
+`headgate.compiling`). If the kernels are unavailable, the torch backend is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SOURCES = Path(__file__).parent
 COMPILE_S = 600.0
 NEEDED_CPU_FLAGS = ("avx2", "fma")
 
-# Contraction is off: the compiler must not fuse a multiplication and an addition in one instantiation of a template
-# and keep them separate in another, or the bits of a row would depend on adjacent rows.
+# `-ffp-contract=off`: if the compiler fused a multiplication and an addition in one instantiation of a template but
+# not in another, the bits of a row would depend on adjacent rows.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
 AVX512_FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISA_FLAGS = {
@@ -51,7 +51,7 @@ class _Unit:
 def load_kernels(
     isa: str | None = None, *, compiler: str = "g++", cache: Path | None = None
 ) -> Kernels | NotCompiled:
-    """The kernels for `isa`, by default the best that this CPU supports. Compiles them if necessary."""
+    """Return the kernels for `isa`, by default the best that this CPU supports. Compile them if necessary."""
     module = _load_module(compiler, cache or default_cache())
     if isinstance(module, NotCompiled):
         return module
@@ -73,7 +73,7 @@ def default_cache() -> Path:
 
 @functools.lru_cache
 def _load_module(compiler: str, cache: Path) -> Any:
-    """The extension module, or `NotCompiled`. Cached, because a module can be loaded only once."""
+    """Return the extension module, or `NotCompiled`. Cached, because a module can be loaded only once."""
     reason = why_not_here(cpu_flags())
     if reason is not None:
         return NotCompiled(reason)
@@ -139,7 +139,7 @@ def _units() -> list[_Unit]:
 
 
 def _compile_and_link(compiler: str, scratch: Path, library: Path) -> str | None:
-    """Returns the error, if any."""
+    """Compile all units into `scratch` and link them to `library`. Returns the error, if any."""
 
     def compile_unit(unit: _Unit) -> str | None:
         target = scratch / f"{unit.name}.o"
@@ -157,7 +157,7 @@ def _compile_and_link(compiler: str, scratch: Path, library: Path) -> str | None
 
 def _link_flags() -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
-    # Torch's own OpenMP runtime, whatever its wheel calls it: another one would add a second thread pool.
+    # Link torch's own OpenMP runtime, whose file name varies: another runtime would add a second thread pool.
     openmp = [str(path) for path in libraries.glob("libgomp*.so*")] or ["-fopenmp"]
     return [f"-L{libraries}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10", *openmp]
 

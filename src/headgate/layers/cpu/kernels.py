@@ -23,7 +23,7 @@ Part = Literal["gate", "up"]
 def kv_block_shapes(
     block_size: int, kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of one block of keys and one of values, of one layer; the cache has the blocks in front."""
+    """Shapes of one block of keys and one of values, of one layer. In the cache, the block index comes first."""
     padded = -(-head_size // LANES) * LANES
     chunks = block_size // LANES
     if dtype == torch.bfloat16:
@@ -71,7 +71,7 @@ class Kernels:
         self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 1, 0)
 
     def unpack_rows(self, packed: Tensor, ids: Tensor, K: int) -> Tensor:
-        """Rows `ids` of a packed weight as `[len(ids), K]`; the embedding lookup of a tied head."""
+        """Return rows `ids` of a packed weight as `[len(ids), K]`; the embedding lookup, if embeddings are tied."""
         rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, 1, 0)
         return rows
 
@@ -80,7 +80,7 @@ class Kernels:
         return self.empty_packed(2 * -(-N // LANES) * LANES, K, dtype)
 
     def pack_pair_into(self, packed: Tensor, weight: Tensor, row_offset: int, part: Part) -> None:
-        """Write rows of the gate or of the up projection, counted within that part."""
+        """Write rows of the gate or of the up projection; `row_offset` counts within that part."""
         self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 2, int(part == "up"))
 
     def unpack_pair_rows(self, packed: Tensor, ids: Tensor, K: int, part: Part) -> Tensor:
@@ -104,14 +104,14 @@ class Kernels:
     def linear_silu_mul(
         self, x: Tensor, packed: Tensor, N: int, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """`silu(gate) * up` of a packed pair, rounded like the eager expression; `bias` is `[2 N]`, gate first."""
+        """`silu(gate) * up` of a packed pair, rounded like torch's eager operations. `bias` is `[2 N]`, gate first."""
         result: Tensor = self._set.linear_silu_mul(x, packed, N, bias, out)
         return result
 
     # Norms
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """Rounded like transformers' `LlamaRMSNorm`: the normalised value to the dtype, then times `weight`."""
+        """RMS norm. Rounds like transformers' `LlamaRMSNorm`: to the dtype first, then multiplies by `weight`."""
         result: Tensor = self._set.rms_norm(x, weight, eps, out)
         return result
 
@@ -150,11 +150,11 @@ class Kernels:
         HK: int,
         D: int,
     ) -> Tensor:
-        """Norm (given weights) and rotate q and k in place, write k and v to the cache, return q as a `[T, H, D]`
-        view.
+        """Rotate q and k in place, write k and v to the cache, and return q as a `[T, H, D]` view.
 
-        Bit for bit transformers' bfloat16 rotation: cos and sin rounded, both products rounded, the sum rounded. A
-        negative slot is not written. If `cos` and `sin` have fewer than D columns, the rest of a head is not rotated.
+        If norm weights are given, q and k are normed first. The rotation is bit for bit that of transformers in
+        bfloat16: cos and sin are rounded, both products are rounded, the sum is rounded. A token with a negative slot
+        is not written. If `cos` and `sin` have fewer than D columns, the rest of a head is not rotated.
         """
         self._set.rope_and_write(qkv, positions, cos, sin, q_weight, k_weight, eps, k_cache, v_cache, slots, H, HK, D)
         return qkv[:, : H * D].view(-1, H, D)
@@ -183,8 +183,8 @@ class Kernels:
     ) -> Tensor:
         """Causal attention of `q[T, H, D]`, for prefill and decode.
 
-        Query i of sequence s is at position `context_lens[s] - query length + i` and sees the cache up to itself, or
-        the last `window` positions of that. The three index tensors are int32.
+        Query i of sequence s is at position `context_lens[s] - query length + i`. It sees the cache up to that
+        position, or the last `window` positions of that. `query_starts`, `context_lens` and `block_tables` are int32.
         """
         result: Tensor = self._set.attention(
             q, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window, out
@@ -196,7 +196,7 @@ class Kernels:
     def sample(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
     ) -> Tensor:
-        """One token per row: int64 `[S]`. Parameters are per row: float32, except top_k int32 and keys int64."""
+        """Sample one token per row; returns int64 `[S]`. Parameters are per row: float32, top_k int32, keys int64."""
         tokens: Tensor = self._set.sample(logits, temperature, top_k, top_p, min_p, keys)
         return tokens
 
@@ -208,11 +208,11 @@ class Kernels:
     # Limits of the machine, for benchmarks
 
     def probe_read(self, size: int) -> Callable[[], None]:
-        """A function that reads `size` bytes of memory once, with all threads."""
+        """Return a function that reads `size` bytes of memory once, with all threads."""
         data = self._large_zeros([size], torch.uint8).fill_(1)
         return lambda: self._set.probe_read(data)
 
     def probe_multiply(self, dtype: torch.dtype, steps: int) -> int:
-        """Multiply data already in registers or L1, on all threads. Returns the number of operations."""
+        """Multiply data that is in registers or L1, on all threads. Returns the number of operations."""
         operations: int = self._set.probe_multiply(dtype, steps)
         return operations

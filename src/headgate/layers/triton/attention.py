@@ -1,9 +1,9 @@
-"""Attention over the paged cache `[blocks, kv heads, block_size, head size]`, all queries of a KV head in one tile.
+"""Attention over the paged cache `[blocks, kv heads, block_size, head size]`. A tile has all queries of a KV head.
 
-There are two kernels. `decode` is for slices of one query: a sequence is divided into `splits` ranges of keys that
-are reduced in parallel, and the program that finishes last combines them. `prefill` is for slices of any length: a
-tile of queries iterates over the keys before it. A step with both kinds of slices runs both. Softmax is in base two
-and float32.
+There are two kernels. `decode` is for slices of one query: the keys of a sequence are divided into `splits` ranges
+that are reduced in parallel, and the program that finishes last combines the results. `prefill` is for slices of any
+length: a tile of queries iterates over the keys before it. A step with both kinds of slices runs both kernels. The
+softmax is computed in base two, in float32.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 LOG2E = 1.4426950408889634
 SPLITS = (1, 2, 4, 16, 64)
-# Keys that make a split worthwhile, and programs that keep the device busy, by bytes per stored number.
+# The fewest keys for which a split is worthwhile; and how many programs keep a device busy, by bytes per number.
 SPLIT_KEYS, BUSY = 32, {1: 1024, 2: 768, 4: 768}
 LONG = 1024
-# The assumed number of one-query slices among longer ones.
+# The assumed number of one-query slices in a step that also has longer slices.
 FEW = 32
 
 
@@ -45,14 +45,15 @@ class Program:
     stages: int
 
 
-LARGE_BLOCK = 16 * 2**10  # bytes of keys above which few programs would fit a multiprocessor
+LARGE_BLOCK = 16 * 2**10  # bytes of keys; with more, few programs would fit on a multiprocessor
 STAGES = 6  # blocks of keys and values that a program has in flight
 
 
 def decode_program(rows: int, block: torch.Tensor, roomy: bool) -> Program:
-    """The fastest setting on an H200, by `benchmarks/gpu/kernels.py`; `roomy` devices have as much shared memory.
+    """Return the settings that `benchmarks/gpu/kernels.py` found fastest on an H200.
 
-    One warp for every 16 rows and 128 columns: warps that share a tile wait for each other, programs do not.
+    `roomy` devices have as much shared memory as an H200. A program has one warp for every 16 rows and 128 columns:
+    warps that share a tile wait for each other, programs do not.
     """
     if block.dtype == torch.float32:
         return Program(4, 1)
@@ -68,9 +69,9 @@ def prefill_tile(size: int, dtype: torch.dtype) -> Tile:
 
 
 def splits_for(batch: int, kv_heads: int, max_context: int, itemsize: int) -> int:
-    """The number of ranges to split each sequence into: a power of two, 1 when there are enough sequences."""
+    """Return the number of ranges to split each sequence into: a power of two, or 1 if there are enough sequences."""
     most = min(-(-max_context // SPLIT_KEYS), max(1, BUSY[itemsize] // (batch * kv_heads)))
-    # Only a few values, because each is compiled separately.
+    # Only a few values are allowed, because the kernel is compiled for each of them.
     return max(splits for splits in SPLITS if splits <= most)
 
 
@@ -83,7 +84,7 @@ def is_roomy(device: torch.device) -> bool:
 
 
 class Scratch:
-    """Memory where the splits of a decode step are combined. All layers and steps share it, as they run one by one."""
+    """Memory in which a decode step combines its splits. Layers and steps run one after another and share it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,7 +95,10 @@ class Scratch:
         self._outgrown: list[torch.Tensor] = []
 
     def reserve(self, batch: int, heads: Heads, splits: int) -> None:
-        """Ensure room for a step, before a graph is captured. Outgrown memory is kept, because graphs point to it."""
+        """Allocate enough memory for a step, before a graph is captured.
+
+        Smaller memory from earlier calls is kept, because captured graphs point to it.
+        """
         rows = batch * heads.query * splits
         if rows * heads.size > self.partial.numel():
             self._outgrown += (self.partial, self.stats)
@@ -118,9 +122,13 @@ def decode(
     splits: int | None = None,
     program: Program | None = None,
 ) -> torch.Tensor:
-    """`[T, heads * size]` for one query per slice; for slices `among` longer ones, written to their rows."""
+    """Compute attention for slices of one query; returns `[T, heads * size]`.
+
+    In a step that also has longer slices, `among` is the result of `prefill`, and the rows of one-query slices are
+    written into it.
+    """
     slices = len(batch.context_lens)
-    # Among longer slices these are not on the critical path, and a fixed split is compiled only once.
+    # Beside longer slices, one-query slices do not determine the duration, and a fixed split is compiled only once.
     likely, reach = (slices, batch.max_context) if among is None else (FEW, LONG + 1)
     splits = splits or splits_for(likely, heads.kv, reach, kv.k.dtype.itemsize)
     group = heads.query // heads.kv
@@ -176,7 +184,10 @@ def prefill(
     singles: bool = True,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`[T, heads * size]` for slices of any length; slices of one query are skipped unless `singles`."""
+    """Compute attention for slices of any length; returns `[T, heads * size]`.
+
+    Slices of one query are skipped unless `singles`.
+    """
     tile = tile or prefill_tile(heads.size, q.dtype)
     out = q.new_empty(len(q), heads.query * heads.size)
     group = heads.query // heads.kv
@@ -220,14 +231,14 @@ def prefill(
 
 @triton.jit
 def key_rows(tables, position, head, seen, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr):
-    """The addresses of the keys, and of the values, at some positions of a sequence."""
+    """Return the addresses of the keys, and of the values, at some positions of a sequence."""
     block = tl.load(tables + position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
     return ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * SIZE
 
 
 @triton.jit
 def as_computed(query, cache):
-    """Convert for computation. Eight bits become float16 in one instruction, bfloat16 in several."""
+    """Convert cached numbers for computation. Eight bits become float16 in one instruction, bfloat16 in several."""
     if cache.dtype.element_ty == tl.float8e4nv and query.dtype == tl.bfloat16:
         query = query.to(tl.float16)
     return query
@@ -235,7 +246,7 @@ def as_computed(query, cache):
 
 @triton.jit
 def load_block(at, seen, column, MASKED: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """One block of keys or values, zero where not visible."""
+    """Load one block of keys or values, with zeros where it is not visible."""
     if MASKED:
         return tl.load(at, mask=seen[:, None] & (column < SIZE)[None, :], other=0.0)
     if SIZE < PADDED:
@@ -321,7 +332,7 @@ def decode_kernel(
     acc = tl.zeros([ROWS, PADDED], tl.float32)
     table = tables + sequence * table_stride
     within = key[:, None] * SIZE + column[None, :]
-    # Fully visible blocks need no mask; most contexts end inside a block, and a window begins inside one.
+    # Fully visible blocks need no mask. The last block may be visible in part, and so may the first one of a window.
     whole = end if WINDOWED else tl.minimum(end, context // BLOCK_SIZE)
     for block in range(begin, whole):
         at = (tl.load(table + block).to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * SIZE)
@@ -339,7 +350,7 @@ def decode_kernel(
 
     out_at = out + (token * KV_HEADS + head) * GROUP * SIZE
     if SPLITS == 1:
-        # A context of length 0 is padding, and gives zeros.
+        # A context of length 0 is padding; its result is zero.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_at + row[:, None] * SIZE + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:
@@ -358,12 +369,12 @@ def decode_kernel(
 
 @triton.jit
 def combine(partial, stats, out, first, SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """The result of one head from its splits, which other programs have just written."""
+    """Compute the result of one head from its splits, which other programs have just written."""
     slot, column = first + tl.arange(0, SPLITS), tl.arange(0, PADDED)
     best = tl.load(stats + 2 * slot, cache_modifier=".cg")
     total = tl.load(stats + 2 * slot + 1, cache_modifier=".cg")
     highest = tl.max(best, 0)
-    # All splits of padding are empty.
+    # For padding, all splits are empty, and their maximum is minus infinity.
     share = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
     total = tl.sum(total * share, 0)
     parts = tl.load(
@@ -378,7 +389,7 @@ def combine(partial, stats, out, first, SPLITS: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def slice_of(tile, query_starts, slices, QUERIES: tl.constexpr):
-    """The slice that contains `tile`, if all tiles of a slice except the last are full."""
+    """Return the slice that contains `tile`, where all tiles of a slice except the last are full."""
     low, high = 0, slices
     while high - low > 1:
         middle = (low + high) // 2

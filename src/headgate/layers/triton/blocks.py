@@ -1,8 +1,9 @@
 """Copies whole KV blocks between the cache of all layers and one buffer, in one launch.
 
-The cache is one tensor per layer and kind; the buffer is `[parts, capacity, words]`, one part after another. Each
-program copies one part of one block and adds up what it has copied. Data is read once, so the sum covers exactly what
-was written, even if another process writes to the source at the same time.
+The cache has one tensor, a *part*, for the keys and one for the values of each layer; the buffer is
+`[parts, capacity, words]`. Each program copies one part of one block and sums the words that it has copied, as a
+checksum. Data is read only once, so the sum covers exactly the words that were written, even if another process
+writes to the source at the same time.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ CHUNK = 1024
 
 
 def gather_blocks(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Fill `place` `[parts, blocks, words]` with blocks of `parts` `[*, words]`. Returns the sum of each piece."""
+    """Fill `place` `[parts, blocks, words]` with blocks of `parts` `[*, words]`.
+
+    Returns the sum of the words of each block of each part.
+    """
     return copy_blocks(parts, index, place, gather=True)
 
 
 def scatter_blocks(parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Fill blocks of `parts` from `place`. Returns the sum of each piece."""
+    """Fill blocks of `parts` from `place`. Returns the sum of the words of each block of each part."""
     return copy_blocks(parts, index, place, gather=False)
 
 
@@ -32,7 +36,7 @@ def copy_blocks(
     parts: Sequence[torch.Tensor], index: torch.Tensor, place: torch.Tensor, *, gather: bool
 ) -> torch.Tensor:
     assert place.stride(1) == place.shape[2] and place.stride(2) == 1 and place.dtype == torch.int64
-    # Read each time, because a cache that was asleep has new addresses.
+    # Addresses are read each time, because memory that was released during sleep has new ones.
     addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64).to(place.device)
     sums = torch.empty(place.shape[:2], dtype=torch.int64, device=place.device)
     launch(

@@ -1,8 +1,9 @@
 """Draws one token per row of logits on the device: the largest logit, or the largest with Gumbel noise.
 
-The noise of (key, token id) is that of `device.sampling.draw`, bit for bit up to the rounding of a logarithm; logits
-are multiplied by the inverse of the temperature instead of divided by it. There are two kernels: the best of each
-chunk of the vocabulary, then the best of the chunks. Nothing depends on the batch.
+The noise for a key and a token id is that of `device.sampling.draw`, bit for bit up to the rounding of a logarithm.
+Logits are multiplied by the inverse of the temperature instead of divided by it. There are two kernels: one finds the
+best token of each chunk of the vocabulary, the other the best of the chunks. The result of a row does not depend on
+other rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class Finalists:
 def find_finalists(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, finalists: Finalists
 ) -> None:
-    """The best of each chunk of `logits` [R, V]; `temperatures` are float32 with 0 for greedy, `keys` 64 bits."""
+    """Find the best token of each chunk of `logits` [R, V].
+
+    `temperatures` are float32, with 0 for greedy; `keys` are 64-bit integers.
+    """
     rows, vocab = logits.shape
     launch(
         chunk_kernel,
@@ -48,7 +52,7 @@ def find_finalists(
 
 
 def draw_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The chosen ids [R], int64."""
+    """Draw one token id per row of `logits` [R, V]; returns int64 [R]."""
     finalists = Finalists(len(logits), logits.shape[1], logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     find_finalists(logits, temperatures, keys, finalists)
@@ -66,7 +70,7 @@ def draw_tokens(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Te
 
 @triton.jit
 def winner_of(sums, ids, row, chunks, PADDED: tl.constexpr):
-    """The best of a row's finalists. The lowest id wins a tie, because chunks are in id order."""
+    """Return the best of a row's finalists. The lowest id wins a tie, because chunks are in the order of ids."""
     chunk = tl.arange(0, PADDED)
     score = tl.load(sums + row * chunks + chunk, mask=chunk < chunks, other=-float("inf"))
     best = tl.argmax(score, 0)
@@ -114,10 +118,13 @@ def gumbel(key, token):
 
 @triton.jit
 def log_uniform(n):
-    """log((n + 1/2) / 2**24). Near 1, from the difference to 1, which fits float32; see `device.sampling.draw`."""
+    """log((n + 1/2) / 2**24). If the argument is near 1, its difference from 1 is used, which is exact in float32.
+
+    See `device.sampling.draw`.
+    """
     quotient = (n.to(tl.float32) + 0.5) * 5.9604644775390625e-08
     lacking = ((16777216 - n).to(tl.float32) - 0.5) * 5.9604644775390625e-08
-    # log(1 - x) = -2 atanh(x / (2 - x)): below 0.29 five terms are exact to float32.
+    # log(1 - x) = -2 atanh(x / (2 - x)): for x below 0.29, five terms of the series are exact to float32.
     z = lacking / (2.0 - lacking)
     square = z * z
     series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9))))

@@ -1,11 +1,11 @@
-"""Launches kernels with little host work, and before the previous kernel has ended.
+"""Launches kernels with little work on the host, and before the previous kernel has ended.
 
-`launch` caches what Triton compiled for arguments of the same traits; a lookup through Triton costs the host more
-than most kernels cost the device. Steps that are not captured in a graph are bound by this cost. Compiling takes a
-large part of a second per kernel, so an engine compiles all of them in parallel when it starts.
+`launch` caches compiled kernels by the traits of their arguments, because a lookup through Triton takes the host
+longer than most kernels take the device. This cost limits steps that are not captured in a graph. Compiling takes a
+large part of a second per kernel, so an engine compiles all kernels in parallel when it starts.
 
 A kernel launched with `**overlap(tensor)` calls `wait_for_previous(PDL)` once in every program. Before that call it
-may read anything that the previous kernel does not write, mainly weights. Everything before *that* kernel is
+may read anything that the previous kernel does not write, mainly weights. All kernels before the previous one are
 complete, because each kernel lets its successor start only after its own wait. After the call there are no
 restrictions. Only Hopper and later devices support this; others run kernels one after another.
 """
@@ -31,7 +31,7 @@ Awaited = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a kernel, its arguments
 
 
 class Mode(threading.local):
-    """Per thread: while one thread compiles its kernels, another may launch."""
+    """The mode of the current thread: while one thread collects kernels to compile, another may launch kernels."""
 
     awaited: dict[Hashable, Awaited] | None = None  # see `compiled_at_once`
 
@@ -40,8 +40,8 @@ _mode = Mode()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **settings: Any) -> None:
-    """`kernel[grid](*arguments, **settings)`, where `settings` are all constants of the kernel, and options."""
-    if not arguments[0].is_cuda:  # Triton's interpreter
+    """Run `kernel[grid](*arguments, **settings)`; `settings` are all constants of the kernel, and launch options."""
+    if not arguments[0].is_cuda:  # a CPU tensor: Triton's interpreter runs the kernel
         kernel[grid](*arguments, **settings)
         return
     key = (id(kernel), tuple(settings.values()), tuple(map(trait, arguments)), arguments[0].device)
@@ -61,7 +61,7 @@ def constants_of(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, An
 
 @contextmanager
 def compiled_at_once() -> Iterator[None]:
-    """Kernels launched inside do not run; they are compiled in parallel when the block ends."""
+    """Do not run kernels launched inside this context, but compile them in parallel when it ends."""
     awaited: dict[Hashable, Awaited] = {}
     _mode.awaited = awaited
     try:
@@ -83,7 +83,7 @@ def compile_one(awaited: Awaited) -> Any:
 
 
 def trait(argument: Any) -> Hashable:
-    """What Triton may compile differently for: types, alignment, and numbers that are 1 or multiples of 16."""
+    """The properties for which Triton may compile different code: type, alignment, being 1 or a multiple of 16."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
@@ -92,7 +92,7 @@ def trait(argument: Any) -> Hashable:
 
 
 def overlap(tensor: torch.Tensor) -> dict[str, bool]:
-    """Launch settings for the device of `tensor`."""
+    """Return launch settings that let a kernel overlap with the previous one, if the device of `tensor` can."""
     return OVERLAPPING if tensor.is_cuda and can_overlap(tensor.device) else ALONE
 
 

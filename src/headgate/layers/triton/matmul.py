@@ -1,5 +1,7 @@
-"""Our own matrix products: for a few rows, where reading weights takes all the time, and for any number of rows in
-deterministic mode, where a row's bits must not depend on the number of rows.
+"""Our own matrix products, used in two cases.
+
+One is a few rows, where reading weights takes all the time. The other is deterministic mode, with any number of rows,
+where a row's bits must not depend on the number of rows.
 
 A program owns some rows of the matrix and iterates over their columns, so every weight is read once, in order, and no
 two programs add to the same number. The gate of an MLP is applied in the same program that computes its two halves.
@@ -17,8 +19,8 @@ from headgate.layers.backend import Matrix
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 MAX_ROWS = 16
-# Reading a matrix of at most this many numbers takes no longer than a launch; here our product wins with more rows,
-# too.
+# Reading a matrix of at most `SMALL` numbers takes no longer than a launch; for such a matrix, our product is faster
+# than the library's up to `MAX_ROWS_SMALL` rows.
 SMALL, MAX_ROWS_SMALL = 2**23, 64
 # A narrower product has too few programs to keep the device busy.
 MIN_WIDTH = 2048
@@ -28,7 +30,7 @@ BUSY, VERY_BUSY = 96, 200
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The tiling of a product: rows of the matrix and of the other factor per program, columns per step."""
+    """The tiling of a product: rows of the matrix and of `x` per program, and columns per iteration."""
 
     rows: int
     columns: int
@@ -38,7 +40,7 @@ class Cut:
 
 
 def cut_for(count: int, rows: int, columns: int, gated: bool) -> Cut:
-    """The fastest tiling on an H200, by `benchmarks/gpu/kernels.py`."""
+    """Return the tiling that `benchmarks/gpu/kernels.py` found fastest on an H200."""
     if count > MAX_ROWS:
         return Cut(64, 64 if gated else 128, 4, 4, tokens=32)
     if gated:
@@ -47,9 +49,10 @@ def cut_for(count: int, rows: int, columns: int, gated: bool) -> Cut:
 
 
 def invariant_cut(count: int, rows: int, dtype: torch.dtype, roomy: bool = True) -> Cut:
-    """Tilings that all reduce in the same order, because they use the same matrix instruction: 64 rows, 16 columns.
+    """Return one of a few tilings that all sum in the same order.
 
-    The largest needs the shared memory of `roomy` devices; the others fit in 99 KiB.
+    They do because they use the same matrix instruction, of 64 rows by 16 columns. The largest tiling needs the
+    shared memory of `roomy` devices; the others fit in 99 KiB.
     """
     if dtype == torch.float32:
         return Cut(64, 32, 4, 2, tokens=16 if count <= 16 else 64)
@@ -57,7 +60,7 @@ def invariant_cut(count: int, rows: int, dtype: torch.dtype, roomy: bool = True)
         return Cut(64, 128, 4, 5)
     if roomy and programs(count, rows, LARGE) >= VERY_BUSY:
         return LARGE
-    # The largest that is at least half full and keeps the device busy.
+    # The largest tiling that is at least half full and keeps the device busy.
     return next((cut for cut in (WIDE, MIDDLE) if programs(count, rows, cut) >= BUSY), NARROW)
 
 

@@ -14,14 +14,17 @@ from headgate.layers.backend import KV, Heads, Rotary
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 from headgate.layers.triton.rounding import to_stored
 
-# From this many tokens on, a program takes several, and waits for memory once for all of them.
+# With `MANY` or more tokens, a program handles `TOGETHER` tokens, and waits for memory once for all of them.
 MANY, TOGETHER = 1024, 8
 
 
 def rope_and_write(
     qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, rotary: Rotary, kv: KV, heads: Heads
 ) -> torch.Tensor:
-    """Returns queries `[T, heads, size]`, a view of `qkv`."""
+    """Norm and rotate queries and keys, and write keys and values to `kv`.
+
+    Returns queries `[T, heads, size]`, a view of `qkv`.
+    """
     group, count = heads.query // heads.kv, len(qkv)
     together = TOGETHER if count >= MANY else 1
     if count:
@@ -80,7 +83,7 @@ def rope_and_write_kernel(
     dtype: tl.constexpr = qkv.dtype.element_ty
     width: tl.constexpr = (GROUP + 2) * KV_HEADS * SIZE
 
-    # For each token, the queries of the group, followed by their key.
+    # The tile has, for each token, the queries of one KV head, followed by the key.
     line, column = tl.arange(0, TOKENS * ROWS)[:, None], tl.arange(0, HALF)[None, :]
     token, row = first_token + line // ROWS, line % ROWS
     is_key = row == GROUP
@@ -126,5 +129,5 @@ def rope_and_write_kernel(
 
 @triton.jit
 def place_of(slot, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The row of the cache, counted in heads of tokens, of a slot."""
+    """Return the index of the cache row for a slot and a head; a row holds one head of one token."""
     return ((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE

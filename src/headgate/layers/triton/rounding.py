@@ -1,4 +1,4 @@
-"""Rounds rows to eight bits (e4m3), with a scale per row that maps its largest number to the largest e4m3 number."""
+"""Rounds rows to eight bits (e4m3), with a scale per row that maps the row's largest number to the e4m3 maximum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ LEAST = tl.constexpr(FP8_LEAST_SCALE)
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `formats.fp8_rows`, for activations, in one kernel."""
+    """Round the rows of `x` to eight bits; returns the rounded numbers and the scale of each row.
+
+    Rounds like `formats.fp8_rows`, in one kernel; used for activations.
+    """
     rows, columns = x.shape
     numbers, scale = torch.empty_like(x, dtype=FP8), torch.empty(rows, device=x.device)
     block = triton.next_power_of_2(columns)
@@ -44,10 +47,10 @@ def round_rows_kernel(x, numbers, scale, columns, BLOCK: tl.constexpr, PDL: tl.c
 
 @triton.jit
 def to_stored(values, where):
-    """Convert to the type that `where` points to. Eight bits have no infinity; values are clamped to the largest
-    number.
+    """Convert to the type that `where` points to.
 
-    NaN stays NaN: clamped to the largest number, it would go unnoticed.
+    The eight-bit type has no infinity, so values are clamped to its largest number. NaN stays NaN: if it were
+    clamped, the error would go unnoticed.
     """
     if where.dtype.element_ty == tl.float8e4nv:
         wide = values.to(tl.float32)

@@ -1,13 +1,14 @@
-"""The first and the last kernel of a step: from rows to the tensors of a batch, and from logits back to rows.
+"""The first and the last kernel of a step.
 
+The first fills the tensors of a batch from the rows; the last draws tokens from logits and appends them to the rows.
 Both read and write fixed addresses only, so that a graph can contain them. The input of a decode step is `COLUMNS`
-columns of int64, one entry per slice: its row (negative for padding), the position of its token, the block that its
-table grows by at that position (negative for none), the bits of its temperature, and the key of its random stream.
-The last column is a permutation: the slice that attention processes at each place (see `Batch.order`).
+columns of int64, with one entry per slice: its row (negative for padding), the position of its token, the block that
+is appended to its block table at that position (negative for none), the bits of its temperature, and the key of its
+random stream. The last column is a permutation: the order in which attention processes slices (see `Batch.order`).
 
-If slices have several tokens there are `MIXED_COLUMNS`: row, position of the first token, number of tokens, their
-start in the batch; the row again if it samples (negative if not), the position of the last token; then temperature,
-key and order as above. Padding has no tokens, and starts where the last slice ends.
+If slices may have several tokens, there are `MIXED_COLUMNS` columns: the row, the position of the first token, the
+number of tokens, their start in the batch; the row again if the slice samples (negative if not), the position of the
+last token; then temperature, key and order as above. Padding has no tokens, and starts where the last slice ends.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class DrawInputs:
 
 
 def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, draw_inputs: DrawInputs) -> None:
-    """Fill `batch` and `draw_inputs` from `columns` [COLUMNS, S] and the rows; extend the tables that grow."""
+    """Fill `batch` and `draw_inputs` from `columns` [COLUMNS, S] and the rows; append new blocks to block tables."""
     assert batch.order is not None
     launch(
         open_kernel,
@@ -73,7 +74,7 @@ def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, draw_inputs: 
 def open_mixed_step(
     columns: torch.Tensor, paging: Paging, batch: Batch, draw_inputs: DrawInputs, last: torch.Tensor
 ) -> None:
-    """Like `open_step`, from `columns` [MIXED_COLUMNS, S]. Sets `last` [S] to the place of each slice's last token."""
+    """Like `open_step`, from `columns` [MIXED_COLUMNS, S]. Sets `last` [S] to each slice's last token's index."""
     assert batch.order is not None
     slices, tokens = columns.shape[1], len(batch.tokens)
     launch(
@@ -195,7 +196,7 @@ def open_kernel(
         for first in range(0, last + 1, CHUNK):
             entry = first + tl.arange(0, CHUNK)
             blocks = tl.load(row_table + entry, mask=entry < last, other=0)
-            # The last entry may just have been written by another thread.
+            # The last entry is not read, because another thread may be writing it; `block` has its value.
             tl.store(table + entry, tl.where(entry == last, block.to(tl.int32), blocks), mask=entry <= last)
 
 
@@ -233,7 +234,7 @@ def open_slices_kernel(
     start = tl.load(columns + 3 * slices + index)
     store_draw_inputs(columns + 6 * slices, index, slices, temperatures, keys, order)
     tl.store(query_starts + index, start.to(tl.int32))
-    # For the last slice this is its end; for any other, the value that the next slice stores too.
+    # The end of this slice. For all but the last slice, the next slice stores the same value as its start.
     tl.store(query_starts + index + 1, (start + count).to(tl.int32))
     tl.store(last + index, tl.maximum(start + count - 1, 0))
     context = tl.where(row < 0, 0, position + count)
@@ -265,7 +266,7 @@ def open_tokens_kernel(
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     starts = columns + 3 * slices
     total = tl.load(starts + slices - 1) + tl.load(columns + 3 * slices - 1)
-    # The last slice that starts at or before the token.
+    # Find the last slice that starts at or before the token, by binary search.
     low, high = tl.zeros_like(index), tl.zeros_like(index) + slices
     for _ in tl.static_range(HALVINGS):
         middle = (low + high) // 2
