@@ -290,7 +290,7 @@ def test_the_fleet_of_the_quickstart_survives(model, tmp_path):
         command = ["bash", "-c", longer]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), cwd=tmp_path)
     assert "kill -9" in done.stdout and "data: [DONE]" in done.stdout, done.stdout + done.stderr
-    assert any("has died; starting it again" in message for message in fleet.messages())
+    assert any("has exited; restarting it" in message for message in fleet.messages())
     told = [
         json.loads(line[6:]) for line in (tmp_path / "tale.txt").read_text().splitlines() if line[:7] == "data: {"
     ]

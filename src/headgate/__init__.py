@@ -1,4 +1,4 @@
-"""Headgate: an LLM serving system whose running requests can be stopped, held, moved and resumed."""
+"""Headgate: an LLM serving system whose running requests can be aborted, paused, moved and resumed."""
 
 from __future__ import annotations
 

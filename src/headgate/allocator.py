@@ -16,6 +16,6 @@ def keep_freed_memory() -> None:
     Returning it and allocating it again costs a router a fifth of the CPU time of a long request.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl and others do not have it
+    if mallopt is not None:  # musl and other C libraries do not have `mallopt`
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(MMAP_THRESHOLD, LARGEST)

@@ -38,11 +38,11 @@ from headgate.protocol.command import (
 
 TIMEOUT_S = 600.0
 POLL_INTERVAL_S = 0.02
-MARGIN_S = 30.0  # for the server's answer to a control call that has timed out
+MARGIN_S = 30.0  # added to a control call's own timeout, so that the server's answer can arrive
 
 
 class FleetError(RequestError):
-    """The fleet refused a call; the message is the server's."""
+    """The fleet refused a call; the message is the one in the server's answer."""
 
     def __init__(self, status: int, message: str, code: str | None, param: str | None) -> None:
         super().__init__(message, param=param, code=code)
@@ -68,7 +68,7 @@ class Sample:
 
     @property
     def cut(self) -> bool:
-        """Whether the answer ended early and can be continued."""
+        """Whether the answer was cut short and can be continued."""
         return self.finish_reason == "abort"
 
 
@@ -80,7 +80,7 @@ class Aborted:
     not_found: list[str] = field(default_factory=list)
     already_finished: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
-    accepted: list[str] = field(default_factory=list)  # with `wait=False`
+    accepted: list[str] = field(default_factory=list)  # with `wait=False`: requests whose abort was accepted
 
 
 class FleetState(msgspec.Struct, kw_only=True, frozen=True):
@@ -93,7 +93,7 @@ class FleetState(msgspec.Struct, kw_only=True, frozen=True):
     weight_label: str = ""  # the trainer's label of that version, or its number as text
     asleep: list[str] = []
     engines: list[dict[str, Any]] = []
-    aborted: int = 0  # by a pause
+    aborted: int = 0  # number of requests that a pause aborted
     finished: int = 0
     forced: list[str] = []
     elapsed_s: float = 0.0
@@ -109,7 +109,7 @@ class FleetSize(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call as a value: what to send, how long to wait, and how to read the answer."""
+    """One call: what to send, how long to wait, and how to read the answer."""
 
     operation: Operation
     read: Callable[[Any], Any]
@@ -253,7 +253,7 @@ def _read(request: _Call, status: int, raw: bytes) -> Any:
 
 
 class Fleet:
-    """A blocking client, which several threads may use at once."""
+    """A blocking client. Several threads may use it at once."""
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
         self._address = HttpAddress.of(url)

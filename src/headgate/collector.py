@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 def spare_the_collector() -> None:
-    """Exempt objects made during start-up from collection, and collect the rest rarely.
+    """Exempt objects created during start-up from garbage collection, and collect other objects rarely.
 
-    Reference counting frees nearly everything that requests allocate.
+    Reference counting alone frees nearly everything that requests allocate.
     """
     gc.collect()
     gc.freeze()
@@ -19,7 +19,7 @@ def spare_the_collector() -> None:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Suspends garbage collection inside this block."""
+    """Suspend garbage collection inside this context."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,8 @@
-"""C and C++ extensions, compiled on first use with the system's compiler, and cached.
+"""Compiles C and C++ extensions on first use with the system's compiler, and caches them.
 
-Rules: a library appears in its folder complete or not at all (built aside, then renamed); two processes never build
-the same library at once (a file lock); failure is a value, `NotCompiled`, because there is always a fallback.
+Rules: a library appears in its folder complete or not at all, because it is built elsewhere and then renamed. A file
+lock keeps two processes from building the same library at once. A failure is returned as a value, `NotCompiled`,
+because there is always a fallback.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def fingerprint(sources: Iterable[Path], *settings: object) -> str:
 
 
 def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> NotCompiled | None:
-    """Have `build` make the library in a temporary folder, unless it exists or another process is making it."""
+    """Call `build` to make the library in a temporary folder, unless it exists or another process builds it."""
     if library.exists():
         return None
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def compile_with(command: list[str], *, timeout_s: float) -> str | None:
-    """Run a compiler; returns the error, or None."""
+    """Run a compiler; returns the error, or None if it succeeded."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """Configuration of engines, servers and routers: frozen, validated once, passed down explicitly.
 
-None means that the value is derived from the checkpoint, the machine or the free memory. Of Headgate's modules this
-one imports only `errors` and `logs`.
+None means that the value is derived from the checkpoint, the machine or the free memory. This module imports only
+`errors` and `logs` of Headgate.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EngineConfig:
             _check(value is None or value >= 1, f"{name} must be at least 1")
 
     def for_replica(self, index: int) -> EngineConfig:
-        """The config of one of several engines: their KV ports are consecutive."""
+        """Return the config of one of several engines, whose KV ports are consecutive."""
         if self.kv_listen is None:
             return self
         host, _, port = self.kv_listen.rpartition(":")
@@ -85,7 +85,7 @@ class EngineConfig:
 class Registration:
     """The router that a server registers with, and the role it takes."""
 
-    router: str  # its address, http://HOST:PORT
+    router: str  # the router's address, http://HOST:PORT
     role: str = "mixed"  # mixed, prefill, decode
     key: str | None = field(default=None, repr=False)  # the router's admin key
 
@@ -139,7 +139,7 @@ class ServerConfig:
 
     @property
     def most_choices(self) -> int:
-        """The most choices in flight at once; further ones are refused."""
+        """The most choices in flight at once; requests beyond that are refused."""
         return self.engine.max_running * self.replicas + self.max_queue
 
 

@@ -1,8 +1,8 @@
 """Checks whether this machine can serve models, and what limits it.
 
-Each check is a function that takes what it examines and returns findings: *ok*, *note* (costs speed or a feature) or
-*problem* (no model can be served). The checks download, build and leave nothing. Whatever is missing is a finding, so
-torch, and modules that need it, are imported only in the checks about them.
+Each check is a function that takes the subject of the check and returns findings: *ok*, *note* (costs speed or a
+feature) or *problem* (no model can be served). The checks download and build nothing and leave no files. A missing
+library is a finding, so torch and modules that need it are imported only inside the checks that use them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Verdict = Literal["ok", "note", "problem"]
 VersionOf = Callable[[str], str | None]
 
 GIB = 2**30
-LEAST_MEMORY = GIB  # torch, two processes and the smallest model
+LEAST_MEMORY = GIB  # enough for torch in two processes and the smallest model
 LEAST_DISK = GIB
 LEAST_FILES = 4096
-WEIGHTS_SHARE = 0.8  # of free memory; the rest is for KV and temporary buffers
+WEIGHTS_SHARE = 0.8  # share of free memory for weights; the rest is for KV and temporary buffers
 BYTES_PER_PARAMETER = 2  # bfloat16
 
 # The purpose of each optional extra.
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class PlannedServer:
-    """Address and model cache of the server to check for."""
+    """The address and the model cache of the server that is to run on this machine."""
 
     host: str
     port: int
@@ -118,12 +118,12 @@ class Requirement:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` is 2, 13, 0."""
+    """Return the numbers of a version: 2, 13 and 0 for `2.13.0+cpu`."""
     return tuple(int(part) for part in re.match(r"\d+(\.\d+)*", version)[0].split("."))  # type: ignore[index]
 
 
 def _requirements() -> list[Requirement]:
-    """Empty in a source tree that is not installed."""
+    """Return the requirements of the installed package; empty if Headgate runs from a source tree."""
     try:
         lines = importlib.metadata.requires("headgate") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -139,7 +139,7 @@ def version_of(name: str) -> str | None:
 
 
 def libraries(requirements: Sequence[Requirement], version: VersionOf) -> Iterator[Finding]:
-    """Required libraries: one finding for all of them, or one for each that is missing or too old."""
+    """Check required libraries: yield one finding for all, or one for each that is missing or too old."""
     needed = [each for each in requirements if each.extra is None]
     if not needed:
         yield Finding(
@@ -235,7 +235,7 @@ def routing(library: Path, compiler: str | None) -> Finding:
 
 
 def gpus(cuda: Any, triton: str | None) -> Iterator[Finding]:
-    """`cuda` is `torch.cuda`."""
+    """Check the GPUs; `cuda` is the module `torch.cuda`."""
     for index in range(cuda.device_count()):
         free, total = cuda.mem_get_info(index)
         text = f"{cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -273,7 +273,7 @@ def limits(wanted: PlannedServer) -> Iterator[Finding]:
 
 
 def cache_folder(folder: Path) -> Finding:
-    """The folder that models are downloaded to; a model served by its path needs none."""
+    """Check the folder that models are downloaded to. A model that is served by its path does not need it."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(

@@ -1,24 +1,24 @@
-"""The error tree: what can go wrong, and who has to fix it.
+"""The tree of errors that Headgate raises, by cause.
 
 HeadgateError
-├── RequestError       the caller's mistake; has an HTTP status, a stable code and a parameter name
+├── RequestError       a mistake of the caller; has an HTTP status, a stable code and a parameter name
 │   ├── ContextTooLong     the prompt, or prompt and answer together, do not fit
 │   ├── DuplicateId        a live request already has this id
 │   └── Unavailable        the request is valid, but the server is paused, full or shutting down; try again later
-│       └── PdError            disaggregated prefill failed, and a retry elsewhere would fail too; the only "PD Error"
+│       └── PdError            disaggregated prefill failed and a retry would too; its message contains "PD Error"
 ├── ModelError         the model folder cannot be served
 │   ├── NotAModel          no config, no weights, or not a folder at all
 │   ├── UnsupportedModel   a valid checkpoint of an architecture that is not implemented
 │   ├── BrokenCheckpoint   a tensor is missing, has the wrong shape or dtype, or a file is truncated
-│   ├── SourceLost         announced weights did not arrive: a file vanished, or a trainer died or never connected
+│   ├── SourceLost         announced weights did not arrive: a file vanished, or a trainer ended or never connected
 │   └── HalfWritten        an update failed after its first write; only a full update makes the model usable again
 ├── OutOfMemory        the machine has too little memory for the configuration
 └── EngineDead         the engine process is gone and cannot answer
-    ├── CannotStart        it never became ready, and has logged the reason to standard error
+    ├── CannotStart        the process never became ready, and has logged the reason to standard error
     ├── RankLost           a rank of a tensor-parallel engine is gone, or does not answer in time
-    └── Late               it is alive, but has not answered within its timeout
+    └── Late               the engine is running, but has not answered within its timeout
 
-This module imports nothing of Headgate, so every module may import it.
+This module imports no other module of Headgate, so every module may import it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A minimal HTTP/1.1 client: one call per connection, chunked or with a length, and the lines of an event stream.
 
-The load generator uses it because it must not be the bottleneck (a general HTTP client spends more CPU on a streamed
-token than the server does), and the control client because it then needs no library.
+The load generator uses it so as not to be the bottleneck: a general HTTP client spends more CPU time on a streamed
+token than the server does. The control client uses it so as not to depend on a library.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HttpResponse:
     reader: asyncio.StreamReader
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, in pieces as they arrive."""
+        """Yield the body in pieces, as they arrive."""
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
             while size := int((await self.reader.readuntil(b"\r\n")).split(b";")[0], 16):
                 yield await self.reader.readexactly(size)

@@ -1,4 +1,4 @@
-"""What every listening process needs: a bound port, and handlers for the signals that stop it."""
+"""Shared by all processes that listen on a port: binding the port, and handling the signals that stop the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PortTaken(HeadgateError):
 
 
 def take_port(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: while the model loads, connections are refused instead of queued."""
+    """Return a bound socket that does not listen yet, so that connections are refused while the model loads."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -33,14 +33,14 @@ def take_port(host: str, port: int) -> socket.socket:
 
 def cannot_listen(error: OSError, host: str, port: int) -> HeadgateError:
     if error.errno == errno.EADDRINUSE:
-        return PortTaken(f"port {port} on {host} is taken; choose another with --port, or stop what listens there")
+        return PortTaken(f"port {port} on {host} is taken; choose another with --port, or stop the process using it")
     if error.errno == errno.EACCES:
-        return HeadgateError(f"port {port} needs more rights than this user has; choose one above 1023 with --port")
+        return HeadgateError(f"this user may not use port {port}; choose one above 1023 with --port")
     return HeadgateError(f"cannot listen on {host}, port {port}: {error.strerror}")
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM. While `on_stop` is not set, the first signal cancels the task that made this."""
+    """Handles SIGINT and SIGTERM. While `on_stop` is not set, the first signal cancels the task that created this."""
 
     def __init__(self) -> None:
         self.seen = 0

@@ -1,7 +1,7 @@
 """Logging to standard error, as text or as JSON lines.
 
-INFO is for events of the process, DEBUG for events of a request, WARNING for what needs the operator's attention. API
-and engine processes use the same format; the process name `who` distinguishes their lines.
+INFO is for events of the process, DEBUG for events of a request, WARNING for events that need the operator's
+attention. API and engine processes use the same format; each line has the name of its process (`who`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _own = LogSettings()
 
 
 def own_voice() -> LogSettings:
-    """The settings of this process, to pass on to its child processes."""
+    """Return the log settings of this process, to pass on to its child processes."""
     return _own
 
 
@@ -44,7 +44,7 @@ def set_up(format: LogFormat, level: str, who: str) -> None:
 
 
 class Lines(logging.Formatter):
-    """`12:03:44 api: message`, with the level for warnings and errors."""
+    """Formats records as `12:03:44 api: message`, with the level for warnings and errors."""
 
     def __init__(self, who: str) -> None:
         super().__init__(datefmt="%H:%M:%S")
@@ -59,7 +59,7 @@ class Lines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line, including the fields given as `extra={"fields": {...}}`."""
+    """Formats each record as a JSON object on one line, including the fields given as `extra={"fields": {...}}`."""
 
     def __init__(self, who: str) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""`LLM`: the server's engine inside a script's process.
+"""`LLM`: runs an engine inside the process of a script.
 
     with LLM("path/to/model") as llm:
         for answer in llm.generate(["One", "Two"], SamplingParams(max_tokens=16)):
             print(answer.text)
 
 The thread that waits for an answer runs the engine's loop; only the device has a thread of its own. Closing an
-iterator or interrupting a call aborts its requests and releases everything they hold.
+iterator or interrupting a call aborts its requests and releases their memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Completion:
-    """One answer: complete when `finish_reason` is set."""
+    """One answer. It is complete when `finish_reason` is set."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class LLM:
         generated: Sequence[Sequence[int]] | None = None,
         progress: bool = True,
     ) -> list[Completion]:
-        """The answers to one or many prompts (text or token ids), in their order.
+        """Return the answers to one or many prompts (text or token ids), in the order of the prompts.
 
         `generated` has, for each prompt, the token ids of a partial answer. With the same seed and weights the answer
         continues as if it had never been interrupted. The completion includes these tokens.
@@ -119,30 +119,30 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, stop: Sequence[str] = ()
     ) -> Iterator[str]:
-        """The answer to one prompt, piece by piece. Closing the iterator ends the request."""
+        """Yield the answer to one prompt, piece by piece. Closing the iterator aborts the request."""
         answer = self._answer(prompt, params or SamplingParams(), stop)
-        # Closed explicitly: since Python 3.12, a closed generator may keep alive what it iterates over.
+        # Closed explicitly, because since Python 3.12 a closed generator may keep its inner iterator open.
         with closing(self._run([answer])) as turns:
             for _ in turns:
                 if fresh := answer.take_text():
                     yield fresh
-        # Text that arrived while another call ran the loop.
+        # Yield the text that arrived while another call ran the loop.
         if fresh := answer.take_text():
             yield fresh
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion:
-        """The next message of a conversation; `template` is passed to the model's chat template."""
+        """Return the next message of a conversation; `template` is passed to the model's chat template."""
         return self.generate([self.render(messages, **template)], params, progress=False)[0]
 
     def render(self, messages: Sequence[Message], **template: Any) -> list[int]:
-        """The prompt that the model's chat template makes of `messages`, as token ids."""
+        """Return the prompt that the model's chat template makes of `messages`, as token ids."""
         if self.template is None or self.tokenizer is None:
             raise RequestError("this model has no chat template; give a prompt instead", param="messages")
         # The template writes the special tokens itself.
         return self.tokenizer.encode(self.template.render(messages, **template), add_special=False)
 
     def call(self, command: Command) -> Result:
-        """Carry out a control command (`headgate.protocol.command`) on the engine."""
+        """Run a control command (`headgate.protocol.command`) on the engine."""
         number = next(self._ids)
         self.engine.loop.post(CommandCall(0, number, command))
         while number not in self._answers:
@@ -310,9 +310,10 @@ class _PendingCompletion:
 
 @contextmanager
 def interrupts_deferred(wake: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
-    """Defer Ctrl-C to the end of the block; `wake` interrupts a wait inside the block.
+    """Defer Ctrl-C to the end of this context; `wake` then interrupts a wait inside the context.
 
-    Inside the block it could leave the scheduler inconsistent, or be lost in a callback that swallows exceptions.
+    Otherwise, KeyboardInterrupt could leave the scheduler inconsistent, or be lost in a callback that drops
+    exceptions.
     """
     interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():

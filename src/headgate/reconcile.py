@@ -1,8 +1,8 @@
-"""Computes the commands that bring a member of a fleet into the fleet's desired state.
+"""Computes the commands that bring one member of a group into the state that all members should have.
 
-Members are the engines of a server and the servers of a router. A member that was unreachable has missed commands: a
-pause, a resume, new weights. `steps` is a pure function: from the desired state of the fleet and the observed state
-of one member it returns the missing commands in order. The caller executes them and stops at the first that fails.
+A group is the engines of a server, or the workers of a router. A member that was unreachable has missed commands: a
+pause, a resume, new weights. `steps` is a pure function: from the desired state and the observed state of one member,
+it returns the missing commands in order. The caller executes them and stops at the first that fails.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import Enum, auto
 
 
 class CatchUpStep(Enum):
-    PAUSE = auto()  # because the fleet is paused
-    PAUSE_FOR_UPDATE = auto()  # temporarily; the fleet is running
-    UPDATE = auto()  # to the fleet's weights
+    PAUSE = auto()  # because the group is paused
+    PAUSE_FOR_UPDATE = auto()  # for the time of an update, while the group is running
+    UPDATE = auto()  # load the desired weights
     RESUME = auto()
-    EXCLUDE = auto()  # send it no requests: its weights are older than the fleet's, and the new ones cannot be sent
+    EXCLUDE = auto()  # send it no requests, because its weights are outdated and the desired ones cannot be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Desired:
     """The state that every member should have."""
 
     paused: bool = False
-    version: int | None = None  # of the weights; None: any
+    version: int | None = None  # version of the weights; None: any
     sendable: bool = False  # the weights can be sent to a member that lacks them
 
 
@@ -33,12 +33,12 @@ class Observed:
     """The state of one member."""
 
     paused: bool = False
-    version: int | None = None  # of its weights; None: unknown
+    version: int | None = None  # version of its weights; None: unknown
     missed_resume: bool = False  # it did not answer a resume
 
 
 def is_outdated(wanted: Desired, observed: Observed) -> bool:
-    """Weights newer than the fleet's are not outdated: another caller has loaded them."""
+    """Whether the member's weights are older than the desired ones. Newer weights were loaded by another caller."""
     return None not in (wanted.version, observed.version) and observed.version < wanted.version  # type: ignore[operator]
 
 

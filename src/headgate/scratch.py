@@ -1,4 +1,4 @@
-"""Temporary folders that are removed after their process ends, also when it is killed.
+"""Temporary folders that are removed after their process ends, even if it is killed.
 
 A process killed with SIGKILL cannot clean up. Each folder therefore contains a locked file; the kernel releases the
 lock when the process ends, and creating a folder first removes all folders whose lock is free. Unlike a process id, a
@@ -21,7 +21,7 @@ LOCK = ".headgate-lock"
 
 @contextmanager
 def folder(purpose: str = "", parent: str | Path | None = None) -> Iterator[Path]:
-    """A new folder for this process, removed at the end of the block or, if the process is killed, by a later call."""
+    """Create a folder for this process. It is removed on exit or, if the process is killed, by a later call."""
     above = Path(parent or tempfile.gettempdir())
     remove_stale(above)
     own = Path(tempfile.mkdtemp(prefix=PREFIX + purpose, dir=above))
@@ -36,7 +36,7 @@ def folder(purpose: str = "", parent: str | Path | None = None) -> Iterator[Path
 def remove_stale(parent: Path) -> None:
     """Remove Headgate's folders whose process has ended."""
     for path in parent.glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError):  # already removed, locked, or not ours
+        with suppress(OSError):  # the folder was already removed, is locked, or belongs to another user
             _remove_if_stale(path.parent)
 
 
@@ -52,7 +52,7 @@ def _remove_if_stale(own: Path) -> None:
 
 
 def _lock(own: Path) -> int:
-    """Lock the file before it gets its final name, so that the folder never appears stale."""
+    """Lock the folder's file before the folder gets its final name, so that it never appears stale."""
     made = own / f"{LOCK}-new"
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

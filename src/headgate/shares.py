@@ -1,9 +1,10 @@
 """A fixed number of places shared by tenants. No tenant can take all of them from the others.
 
 A tenant may take places as long as it then holds at most `FACTOR` times as many as remain free. One greedy tenant
-gets four fifths of all places, two get four ninths each, and a tenant that holds none gets a place at once. A single
-tenant may take all places, and a single request may take more than there are. What a tenant holds beyond four fifths
-in either case is not counted against the others, so they exceed the total by at most a fifth.
+gets four fifths of all places, two get four ninths each, and a tenant that holds none gets a place at once. If there
+is only one tenant, it may take all places. If no place is taken, a single request may take more places than there
+are. In both cases, places that a tenant holds beyond four fifths are not counted against other tenants, which
+therefore exceed the total by at most a fifth.
 
 Rules: no clock, no I/O, one thread.
 """
@@ -32,7 +33,7 @@ class Shares:
         """Whether `tenant` may take `count` more places; `several` means that there are other tenants."""
         left = self.total - self.taken - count
         if not self.taken:
-            return True  # a single request may take more than all places, or it would wait forever
+            return True  # even if `count` exceeds all places, because the request would otherwise wait forever
         if left < 0 and several:
             left += self._excess
         if left < 0 or not several:
@@ -42,7 +43,7 @@ class Shares:
 
     @property
     def _excess(self) -> int:
-        """How much the largest holder exceeds the share of one greedy tenant."""
+        """How many places the largest holder has beyond four fifths, the share of a single greedy tenant."""
         return max(0, max(self.held.values()) - max(1, FACTOR * self.total // (FACTOR + 1)))
 
     def take(self, tenant: str, count: int = 1) -> None:

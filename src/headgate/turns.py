@@ -13,14 +13,14 @@ from collections.abc import Callable
 class Turns:
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
-        self._left = at_once  # in this iteration
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # by tenant, in round-robin order
+        self._left = at_once  # callbacks that may still run in this iteration
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # queues by tenant, in round-robin order
 
     def __repr__(self) -> str:
         return f"<Turns {sum(map(len, self._waiting.values()))} waiting>"
 
     def call(self, tenant: str, act: Callable[[], None]) -> None:
-        """Call `act` now if this iteration has room, otherwise in a later one."""
+        """Call `act` now if this iteration has callbacks left, otherwise in a later iteration."""
         if self._left:
             self._act(act)
         else:

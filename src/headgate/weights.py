@@ -5,14 +5,14 @@ On the same host, through shared memory, without a disk or a second copy:
     with publish(model.state_dict(), version=7) as files:
         llm.call(UpdateWeights(files, version=7))
 
-From anywhere, over a process group that the trainer opens as rank 0, while each engine carries out
+From another host, over a process group that the trainer opens as rank 0, while each engine runs
 `UpdateWeights(BroadcastSource(address, world_size, rank))`:
 
     send_weights(model.state_dict(), "tcp://10.0.0.1:29500", world_size=1 + engines)
 
 With `backend="nccl"` on both sides the bytes go from GPU to GPU; every rank needs a GPU of its own.
 
-On the same GPU, by handles of the trainer's memory; the only copy is the one into the engine:
+On the same GPU, by handles of the trainer's memory; the engine copies the tensors once, into its own memory:
 
     with share(model.state_dict()) as shared:
         llm.call(UpdateWeights(shared))
@@ -49,7 +49,7 @@ def publish(
     version: int | None = None,
     checksum: bool = False,
 ) -> Iterator[FileSource]:
-    """Write `tensors` to a file that engines on this host can load; it is removed at the end of the block.
+    """Write `tensors` to a file that engines on this host can load; it is removed when the context exits.
 
     The file is in shared memory unless `folder` is given. With `checksum`, engines verify every byte.
     """
@@ -82,7 +82,10 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 @contextmanager
 def share(tensors: Mapping[str, torch.Tensor]) -> Iterator[SharedMemorySource]:
-    """Handles of `tensors`, all on one GPU, for an engine on that GPU. Do not modify them inside the block."""
+    """Yield handles of `tensors`, which are all on one GPU, for an engine on that GPU.
+
+    Do not modify the tensors inside the context.
+    """
     try:
         yield ipc.shared(tensors)
     except ValueError as error:
@@ -101,10 +104,10 @@ def send_weights(
     """Broadcast `tensors` to the engines of a group of `world_size`, in which the caller is rank 0.
 
     Returns when all engines have received all tensors. Raises RequestError with the reason if an engine refuses, and
-    SourceLost if one is gone or the timeout passes. In both cases no engine is left waiting, and engines that can
-    keep their old weights do.
+    SourceLost if an engine is gone or the timeout passes. In both cases no engine is left waiting, and engines keep
+    their old weights if they can.
     """
-    # Validates the arguments as the engines do.
+    # Constructing the source validates the arguments as the engines do.
     source = BroadcastSource(init_method, world_size, rank=1, timeout_s=timeout_s)
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     group = BroadcastGroup(source.address, world_size, 0, timeout_s, backend=backend, device=device)

@@ -52,7 +52,7 @@ def test_a_port_in_use_is_reported_before_the_model_is_searched(tmp_path):
         result = run("serve", tmp_path / "no-model", "--port", port)
     assert result.returncode == 1
     assert the_sentence(result) == (
-        f"headgate: port {port} on 127.0.0.1 is taken; choose another with --port, or stop what listens there"
+        f"headgate: port {port} on 127.0.0.1 is taken; choose another with --port, or stop the process using it"
     )
 
 

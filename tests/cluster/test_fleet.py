@@ -205,7 +205,7 @@ def test_a_server_that_was_ready_once_is_restarted_forever(trouble: str):
         ({"boss": 1}, "not 'boss'"),
         ({"mixed": -1}, "at least 0"),
         ({"mixed": 0}, "at least one mixed or decode"),
-        ({"decode": 9}, "between 1 and 4, the limits of --autoscale, not 9"),
+        ({"decode": 9}, r"between 1 and 4 \(the limits of --autoscale\), not 9"),
     ],
 )
 def test_invalid_counts_are_refused_and_change_nothing(counts: dict[str, int], about: str):

@@ -181,7 +181,7 @@ def test_servers_that_find_no_resources_in_time_are_named(cluster: Machines, mod
     done = run("up", model, *flags)
     assert done.returncode == 1, done.stderr
     assert (
-        "after 3 s the Ray cluster has no room for worker 0 (mixed: 99 CPU); free on all nodes together:"
+        "after 3 s the Ray cluster lacks resources for worker 0 (mixed: 99 CPU); free on all nodes together:"
         in the_sentence(done)
     )
 
@@ -194,7 +194,7 @@ def test_scaling_beyond_the_cluster_fails_with_the_pending_servers_and_the_other
     with up(model, *flags, HEADGATE_ADMIN_KEY="root") as large, large.client("root") as http:
         answer = http.post("/v1/scale", json={"mixed": 4, "timeout": 200}, timeout=230)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "scale_failed")
-        assert "after 10 s the Ray cluster has no room for worker" in answer.json()["error"]["message"]
+        assert "after 10 s the Ray cluster lacks resources for worker" in answer.json()["error"]["message"]
         # Servers that found room stay; the others are no longer wanted.
         size = wait_until(lambda: settled(http), HEALED_S)
         assert 1 <= size["wanted"]["mixed"] <= NODES

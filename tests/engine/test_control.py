@@ -360,7 +360,7 @@ def test_an_engine_with_kv_on_lease_refuses_to_sleep():
     harness.loop.turn()
     kv, weights = harness.call(Sleep(("kv_cache",))), harness.call(Sleep(("weights",)))
     harness.loop.turn()
-    assert harness.answers[kv].status == 409 and "on lease" in harness.answers[kv].message
+    assert harness.answers[kv].status == 409 and "is leased" in harness.answers[kv].message
     assert harness.answers[weights].asleep == ("weights",)
 
 

@@ -94,7 +94,7 @@ def test_heads_that_cannot_be_divided_are_refused_before_anything_is_started(fol
 )
 def test_kv_transfer_with_several_ranks_is_refused_at_start_up(flags, culprit):
     options = parser().parse_args(["serve", "model", "--tensor-parallel", "2", *flags])
-    with pytest.raises(RequestError, match=f"{culprit} and --tensor-parallel 2 exclude each other"):
+    with pytest.raises(RequestError, match=f"{culprit} and --tensor-parallel 2 cannot be combined"):
         engine_config(options)
     assert engine_config(parser().parse_args(["serve", "model", "--tensor-parallel", "2"])).tensor_parallel == 2
 

@@ -28,7 +28,7 @@ def test_the_report_has_placement_cache_hits_and_router_overhead(
         direct = ["--direct", urls[0]]
         assert cli.main(["bench", "router", router.url, *FEW, *direct, "--json", str(saved[1])], {}) == 0
     told = capsys.readouterr().out
-    assert "turns at the worker of the turn before" in told and "100.0%" in told
+    assert "turns at the worker of the previous turn" in told and "100.0%" in told
     ours, turns = (json.loads(path.read_text()) for path in saved)
     placement = ours["placement"]
     assert placement["at_home"] == 1.0 and sum(placement["workers"].values()) == placement["requests"] == 12

@@ -66,7 +66,7 @@ def test_a_fleet_replaces_failed_servers_and_shuts_down_cleanly(model: Path):
         assert fleet.stop(signal.SIGINT) == 0
         wait_until(lambda: not any(map(is_running, everyone)))
     assert not any("Traceback" in message for message in fleet.messages())
-    assert any("has died; starting it again" in message for message in fleet.messages())
+    assert any("has exited; restarting it" in message for message in fleet.messages())
 
 
 def test_servers_end_when_their_parent_is_killed(model: Path):

@@ -1,1 +1,1 @@
-"""Benchmarks: load generators that use any server over HTTP, as its clients do. They import nothing of the engine."""
+"""Benchmarks: load generators that call any server over HTTP, as clients do. They do not import the engine."""

@@ -1,4 +1,4 @@
-"""One timed streaming request. `headgate.httpclient` explains why it does not use a general HTTP client."""
+"""Sends one streaming request and times its answer, with the minimal HTTP client in `headgate.httpclient`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TimedRequest(msgspec.Struct):
     output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None  # short, so that equal errors can be counted
-    cached_tokens: int = 0  # of the prompt, as reported by the server
+    cached_tokens: int = 0  # prompt tokens that were cached, as reported by the server
     worker: str | None = None  # the worker that answered, as reported by a router
 
 
@@ -84,7 +84,7 @@ def address_of(url: str) -> HttpAddress:
 
 
 async def ask(address: HttpAddress, path: str, body: bytes, *, api_key: str | None, timeout_s: float) -> TimedReply:
-    """Send one streaming request and time its answer; an error is recorded in the sample."""
+    """Send one streaming request and time its answer. An error is recorded in the reply's sample."""
     sample, text = TimedRequest(gaps_s=[]), ""
     begun_s = clock()
     try:

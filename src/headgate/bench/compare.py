@@ -16,7 +16,7 @@ from headgate.bench import lifecycle, prefix, router
 from headgate.bench.report import Saved, Spread, drawing
 from headgate.errors import RequestError
 
-Name = tuple[str, str]  # the quantity, and the statistic of it
+Name = tuple[str, str]  # a quantity and a statistic, such as ("end to end, ms", "p50")
 
 PERCENTILES = ("p50", "p90", "p99")
 
@@ -29,7 +29,7 @@ class ComparedRun:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
-    """All runs of all files: at least two, of the same benchmark."""
+    """Read the runs of all files. Raises unless there are at least two, all of the same benchmark."""
     runs = [run for path in paths for run in read_file(path)]
     kinds = {run.kind for run in runs}
     if len(kinds) > 1:
@@ -112,7 +112,7 @@ def names_of(runs: Sequence[ComparedRun]) -> list[Name]:
 
 
 def table(runs: Sequence[ComparedRun]) -> str:
-    """One line per figure, with the ratio of each run to the first."""
+    """Format a table with one line per figure, and the ratio of each run to the first."""
     first, *others = runs
     labels = _short([run.label for run in runs])
     width = max(12, *(len(label) + 2 for label in labels))
@@ -138,7 +138,7 @@ def _ratio(base: float | None, value: float | None) -> str:
 
 
 def _short(labels: Sequence[str]) -> list[str]:
-    """File names without their folders, if they are still distinct."""
+    """Return the file names without their folders if that keeps them distinct."""
     names = [label.rpartition("/")[2] for label in labels]
     return names if len(set(names)) == len(names) else list(labels)
 
@@ -147,7 +147,7 @@ def _short(labels: Sequence[str]) -> list[str]:
 
 
 def save_plot(runs: Sequence[ComparedRun], path: Path) -> None:
-    """One panel per quantity, one bar per run."""
+    """Save a plot with one panel per quantity and one bar per run."""
     pyplot = drawing()
     panels: dict[str, list[str]] = {}
     for what, number in names_of(runs):

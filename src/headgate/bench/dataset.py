@@ -43,7 +43,7 @@ class RandomPrompts:
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     groups: int = 8
-    words: int = 512  # of the prefix
+    words: int = 512  # number of words in the prefix
 
     def __str__(self) -> str:
         return f"{self.groups} groups that share {self.words} words"
@@ -92,7 +92,7 @@ def _counts(text: str, rest: str, *, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Number and length of requests, where the dataset does not define them."""
+    """Number and length of requests, unless the dataset defines them."""
 
     requests: int
     prompt_words: int

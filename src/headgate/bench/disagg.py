@@ -1,8 +1,8 @@
 """Measures how long prompts delay running streams: streams run first alone, then while long prompts arrive.
 
 If one engine does both prefill and decode, a step that computes part of a long prompt delays every stream. With
-disaggregated prefill, streams should not slow down. Run the same benchmark against a router in front of either kind
-of fleet.
+disaggregated prefill, streams should not slow down. To compare, run this benchmark against a router in front of each
+kind of fleet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headgate.bench.report import Spread, cells, count_errors, error_lines, firs
 from headgate.bench.trial import Trial
 from headgate.errors import HeadgateError, RequestError
 
-STREAM_WORDS = 8  # of a stream's prompt
+STREAM_WORDS = 8  # number of words in a stream's prompt
 
 Send = Callable[[], Coroutine[None, None, TimedRequest]]
 
@@ -31,11 +31,11 @@ Send = Callable[[], Coroutine[None, None, TimedRequest]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggTrial(Trial):
     streams: int = 4  # concurrent streams; each is replaced when it ends, until all long prompts are answered
-    max_tokens: int = 256  # of a stream
+    max_tokens: int = 256  # length of a stream's answer
     prompts: int = 16
     prompt_words: int = 1024
-    interval_s: float = 0.5  # between long prompts
-    answer_tokens: int = 4  # to a long prompt
+    interval_s: float = 0.5  # time between two long prompts
+    answer_tokens: int = 4  # length of the answer to a long prompt
 
     POSITIVE: ClassVar = ("streams", "max_tokens", "prompts", "prompt_words", "answer_tokens")
 
@@ -61,7 +61,7 @@ class DisaggReport(msgspec.Struct, frozen=True):
     streams: int
     prompt_words: int
     interval_s: float
-    prompt_tokens: float  # of a long prompt, on average
+    prompt_tokens: float  # mean length of the long prompts
     alone: DisaggReading  # streams without other load
     beside: DisaggReading  # streams while long prompts arrive
     long: DisaggReading
@@ -75,7 +75,7 @@ def run(trial: DisaggTrial) -> DisaggReport:
 async def measure(trial: DisaggTrial) -> DisaggReport:
     address, model = trial.address, await trial.find_model()
     load = Load(url=trial.url, pace=ClosedLoop(1), api="completions", ignore_eos=True)
-    chance = random.Random(secrets.randbits(64))  # no prompt may be cached
+    chance = random.Random(secrets.randbits(64))  # a new seed, so that no prompt is cached
 
     async def send(words: int, max_tokens: int) -> TimedRequest:
         body = load.body(model, [some_words(chance, words)], max_tokens)
@@ -84,7 +84,7 @@ async def measure(trial: DisaggTrial) -> DisaggReport:
     async def stream() -> TimedRequest:
         return await send(STREAM_WORDS, trial.max_tokens)
 
-    await stream()  # exclude one-time costs of the first request
+    await stream()  # a warm-up, so that one-time costs are not measured
     alone = await asyncio.gather(*(stream() for _ in range(trial.streams)))
     beside, long = await _together(trial, stream, lambda: send(trial.prompt_words, trial.answer_tokens))
     return _report(trial, model, alone, beside, long)
@@ -99,7 +99,7 @@ async def _together(trial: DisaggTrial, stream: Send, prompt: Send) -> tuple[lis
         while not over:
             beside.append(await stream())
             if beside[-1].error is not None:
-                await asyncio.sleep(trial.interval_s)  # do not flood a server that refuses
+                await asyncio.sleep(trial.interval_s)  # a server that refuses must not be flooded
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(trial.streams):

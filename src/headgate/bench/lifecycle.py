@@ -1,10 +1,10 @@
 """Measures how long aborts and pauses take under load, on one or several servers.
 
-Every round keeps `concurrency` long answers running. An *abort* is timed from the call until its blocks are free:
-Headgate's answer guarantees that; for vLLM, whose answer does not, until its metrics report one running request
-fewer. A *disconnect* is timed from closing the socket until the metrics report it, on every server alike; polling the
-metrics costs a few milliseconds itself. A *pause* is timed from the call to its answer. *step* is the time between
-tokens.
+Every round keeps `concurrency` long answers running. An *abort* is timed from the call until the KV blocks of the
+answer are free. Headgate's response guarantees that they are; vLLM's does not, so there the abort is timed until the
+metrics report one running request fewer. A *disconnect* is timed from closing the socket until the metrics report one
+request fewer, on every server; polling the metrics itself takes a few milliseconds. A *pause* is timed from the call
+to its response. A *step* is the time between two tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from headgate.bench.trial import Trial
 from headgate.errors import HeadgateError
 from headgate.httpclient import HttpFailure, HttpResponse, call
 
-SETTLE_S = 1.0  # after which a server that still counts requests is sent one, to make it update its count
-PIECES = 8  # pieces of each answer to wait for before timing anything
+SETTLE_S = 1.0  # a server that still counts requests after this time is sent a request, so that it counts again
+PIECES = 8  # how many pieces of each answer must arrive before anything is timed
 RUNNING = re.compile(rb"^\w+:num_requests_running(?:{[^}]*})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 class LifecycleReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Results of one server in milliseconds; operations that it does not support are left out."""
+    """Results of one server in milliseconds; operations that it does not support are omitted."""
 
     url: str
     model: str
@@ -51,7 +51,7 @@ class LifecycleTrial(Trial):
     rounds: int = 20
     max_tokens: int = 1000
     prompt_words: int = 64
-    timeout_s: float = 60.0  # per round
+    timeout_s: float = 60.0  # longest duration of a round
 
     POSITIVE: ClassVar = ("concurrency", "rounds", "max_tokens")
 
@@ -69,7 +69,7 @@ class _Stream:
         self.arrived.set()
 
     async def at_pace(self) -> list[float]:
-        """Seconds between the next few pieces."""
+        """Return the seconds between the next few pieces."""
         first = len(self.times_s)
         while len(self.times_s) < first + PIECES:
             self.arrived.clear()
@@ -150,12 +150,12 @@ class Bench:
 
     @asynccontextmanager
     async def _load(self) -> AsyncIterator[list[_Stream]]:
-        """Answers that have all started; at the end of the block their clients disconnect."""
+        """Yield answers that have all started; when the context exits, their clients disconnect."""
         streams = [_Stream(f"bench-{secrets.token_hex(6)}") for _ in range(self._trial.concurrency)]
         self._reading = {stream: asyncio.create_task(self._read(stream)) for stream in streams}
         try:
             await self._wait_for(stream.arrived.wait() for stream in streams)
-            # Measured only now: until all answers have started, steps also compute prompts.
+            # Steps are measured only now, because they also compute prompts until all answers have started.
             gaps_s = await self._wait_for(stream.at_pace() for stream in streams)
             self._gaps_s += [gap_s for each in gaps_s for gap_s in each]
             yield streams
@@ -166,7 +166,7 @@ class Bench:
             await self._settle()
 
     async def _wait_for(self, waits: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of `waits`; raises if an answer ends before them."""
+        """Return the results of `waits`; raises if an answer ends before all of them are done."""
         waiting = asyncio.gather(*waits)
         running: list[asyncio.Future[Any]] = [waiting, *self._reading.values()]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

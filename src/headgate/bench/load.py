@@ -1,9 +1,9 @@
-"""Generates load on a server: which requests are sent, and when.
+"""Generates load on a server: decides which requests are sent, and when.
 
-Closed loop: N clients, each sending its next request after the last answer; measures maximum throughput. Open loop:
-requests arrive as a Poisson process, independent of the server; measures latency under load. As recorded: requests
-arrive at the times of the trace. In a conversation these rules apply to the first request; each further one is sent
-after the previous answer.
+In a *closed loop*, each of N clients sends its next request after its last answer; this measures maximum throughput.
+In an *open loop*, requests arrive as a Poisson process, independent of the server; this measures latency under load.
+Otherwise, requests arrive at the times recorded in a trace. In a conversation, these rules apply to the first
+request; each further request is sent after the previous answer.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Pace = OpenLoop | ClosedLoop | AsRecorded
 class Load:
     url: str
     pace: Pace
-    api: str = "chat"  # or completions
-    model: str | None = None  # None: the first that the server lists
+    api: str = "chat"  # chat or completions
+    model: str | None = None  # None: the first model that the server lists
     requests: int = 100
     prompt_words: int = 64
     max_tokens: int = 64
@@ -81,7 +81,7 @@ class Load:
         return conversations(self.dataset, Shape(self.requests, self.prompt_words, self.max_tokens, self.seed))
 
     def body(self, model: str, messages: Sequence[str], max_tokens: int) -> bytes:
-        """The body of a request; `messages` alternates prompts and answers and ends with the prompt to answer."""
+        """Return the body of a request. `messages` alternates prompts and answers, and ends with a prompt."""
         body: dict[str, object] = {
             "model": model,
             "stream": True,
@@ -95,13 +95,13 @@ class Load:
             roles = cycle(("user", "assistant"))
             body["messages"] = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=False)]
         else:
-            # No separator between a prompt and its answer: otherwise the cached KV of the answer would not match.
+            # There is no separator between a prompt and its answer, so that the cached KV of the answer matches.
             exchanges = zip_longest(messages[::2], messages[1::2], fillvalue="")
             body["prompt"] = "\n".join(prompt + answer for prompt, answer in exchanges)
         return msgspec.json.encode(body)
 
     def arrivals_s(self, rate: float, count: int) -> list[float]:
-        """When each conversation of an open loop begins: a Poisson process."""
+        """Return the start times of the conversations of an open loop, a Poisson process."""
         chance = random.Random(self.seed + 1)
         return list(accumulate(chance.expovariate(rate) for _ in range(count)))
 
@@ -144,7 +144,7 @@ async def measure(load: Load, *, progress: bool = False) -> Result:
                 messages.append(turn.prompt)
                 reply = await send(load.body(model, messages, turn.max_tokens))
                 if reply.sample.error is not None:
-                    return  # the next turn would need this answer
+                    return  # the next turn would need the answer that failed
                 messages.append(reply.text)
 
         match load.pace:
@@ -165,7 +165,7 @@ async def _run_open(talks: list[Conversation], arrivals_s: list[float], converse
     begun_s = loop.time()
     async with asyncio.TaskGroup() as tasks:
         for talk, arrival_s in zip(talks, arrivals_s, strict=True):
-            await asyncio.sleep(begun_s + arrival_s - loop.time())  # a late request is sent at once
+            await asyncio.sleep(begun_s + arrival_s - loop.time())  # not positive if the request is late
             tasks.create_task(converse(talk))
 
 

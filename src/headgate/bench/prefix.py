@@ -1,4 +1,4 @@
-"""Measures what a prefix cache saves: the time to first token with a new prefix and with a cached one.
+"""Measures how much time a prefix cache saves: the time to first token with a new prefix and with a cached one.
 
 Each round makes a random prefix, sends one request with it (*cold*), then others with the same prefix and different
 endings (*warm*). Requests are sent one at a time, so that only the prefill is measured.
@@ -21,7 +21,7 @@ from headgate.bench.report import Spread, cached_share, cells, first_token_times
 from headgate.bench.trial import Trial
 from headgate.errors import HeadgateError
 
-QUESTION_WORDS = 8  # after the prefix, different in each request
+QUESTION_WORDS = 8  # number of words after the prefix; they differ in each request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class PrefixTrial(Trial):
 class PrefixReading(msgspec.Struct, frozen=True):
     first_token_ms: Spread | None
     prompt_tokens: int
-    cached_share: float  # of prompt tokens, as reported by the server
+    cached_share: float  # share of prompt tokens that were cached, as reported by the server
 
     @classmethod
     def of(cls, samples: list[TimedRequest]) -> PrefixReading:
@@ -55,7 +55,7 @@ class PrefixReport(msgspec.Struct, frozen=True):
 
     @property
     def speedup(self) -> float | None:
-        """Ratio of the median times to first token, cold over warm."""
+        """The ratio of the median times to first token, cold over warm."""
         cold, warm = self.cold.first_token_ms, self.warm.first_token_ms
         return cold.p50 / warm.p50 if cold and warm else None
 
@@ -98,5 +98,5 @@ def table(report: PrefixReport) -> str:
         times = cells(reading.first_token_ms, "p50", "p90", "p99")
         lines.append(f"{name:<18}{times}{reading.cached_share:>10.1%}")
     if report.speedup is not None:
-        lines += ["", f"a known prefix brings the first token {report.speedup:.1f} times as soon"]
+        lines += ["", f"with a cached prefix, the first token arrives {report.speedup:.1f} times as soon"]
     return "\n".join(lines)

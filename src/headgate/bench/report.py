@@ -52,7 +52,7 @@ class LoadSummary(msgspec.Struct, frozen=True):
     time_per_output_token_ms: Spread | None
     end_to_end_ms: Spread | None
     dataset: str = ""
-    cached_share: float = 0.0  # of prompt tokens, as reported by the server
+    cached_share: float = 0.0  # share of prompt tokens that were cached, as reported by the server
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ def gaps_s(samples: Iterable[TimedRequest]) -> list[float]:
 
 
 def count_errors(samples: Iterable[TimedRequest]) -> dict[str, int]:
-    """How often each error occurred, the most frequent first."""
+    """Return how often each error occurred, the most frequent first."""
     return dict(Counter(sample.error for sample in samples if sample.error).most_common())
 
 
@@ -104,21 +104,21 @@ def cached_share(samples: Sequence[TimedRequest]) -> float:
 
 
 def per_token_s(sample: TimedRequest) -> float | None:
-    """Mean time per token after the first; a chunk may contain several tokens."""
+    """Return the mean time per token after the first; a chunk may contain several tokens."""
     if sample.first_token_s is None or sample.output_tokens < 2:
         return None
     return (sample.total_s - sample.first_token_s) / (sample.output_tokens - 1)
 
 
 def cells(spread: Spread | None, *statistics: str) -> str:
-    """The columns of a table row: these statistics, or one dash if there were no samples."""
+    """Return the columns of a table row: these statistics, or one dash if there are no samples."""
     if spread is None:
         return f"{'-':>{COLUMN * len(statistics)}}"
     return "".join(f"{getattr(spread, name):>{COLUMN}.2f}" for name in statistics)
 
 
 def error_lines(errors: Mapping[str, int]) -> list[str]:
-    """The last lines of a table, if there were errors."""
+    """Return the lines that list errors below a table; none if there were no errors."""
     if not errors:
         return []
     return ["", "errors: " + ", ".join(f"{error} ({count})" for error, count in errors.items())]
@@ -167,7 +167,7 @@ def saved(result: Result) -> Saved:
 
 
 def drawing() -> Any:
-    """Matplotlib's pyplot with a backend that needs no display."""
+    """Return matplotlib's pyplot, with a backend that needs no display."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -179,7 +179,7 @@ def drawing() -> Any:
 
 
 def save_plot(result: Result, path: Path) -> None:
-    """The distributions of latencies, and first-token and end-to-end times over the run."""
+    """Save a plot of the distributions of latencies, and of first-token and end-to-end times over the run."""
     pyplot = drawing()
     done = result.completed
     figure, (spread, timeline) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")

@@ -30,12 +30,12 @@ CHAT = "/v1/chat/completions"
 SHORT_WORDS = 8  # in a prompt of the overhead test
 
 Message = dict[str, str]
-Send = Callable[[str, list[Message]], Awaitable[TimedReply]]  # (url, messages)
+Send = Callable[[str, list[Message]], Awaitable[TimedReply]]  # takes a URL and messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterTrial(Trial):
-    direct: tuple[str, ...] = ()  # workers to compare with; empty: those that answered through the router
+    direct: tuple[str, ...] = ()  # workers to compare with; if empty, those that answered through the router
     conversations: int = 16
     turns: int = 4
     system_prompts: int = 4
@@ -46,7 +46,7 @@ class RouterTrial(Trial):
     ignore_eos: bool = False
     rounds: int = 50  # requests of the overhead test, one at a time; then as many for each of `concurrency` clients
     concurrency: int = 8
-    seed: int | None = None  # None: random prompts, which are in no cache
+    seed: int | None = None  # None: a random seed, so that no prompt is cached
 
     POSITIVE: ClassVar = (
         *("conversations", "turns", "system_prompts", "system_words"),
@@ -64,7 +64,7 @@ class PlacementFigures(msgspec.Struct, frozen=True):
     at_home: float | None  # share of later turns that went to the worker of the previous turn
     busiest_over_mean: float | None
     workers: dict[str, int]  # requests by worker; empty if answers do not name their worker
-    cached_share: float  # of prompt tokens, as reported by the workers
+    cached_share: float  # share of prompt tokens that were cached, as reported by the workers
 
 
 # The measured times of an answer.
@@ -83,7 +83,7 @@ class RouterReading(msgspec.Struct, frozen=True):
     first_token_ms: Spread | None
     between_pieces_ms: Spread | None
     end_to_end_ms: Spread | None
-    requests_per_s: float  # of concurrent clients
+    requests_per_s: float  # throughput of the concurrent clients
 
     @classmethod
     def of(cls, samples: Sequence[TimedRequest], requests_per_s: float) -> RouterReading:
@@ -101,7 +101,7 @@ class RouterReport(msgspec.Struct, frozen=True):
     placement: PlacementFigures
     router: RouterReading
     direct: RouterReading | None  # None: there was no worker to compare with
-    added: dict[str, float]  # by name of a time, in milliseconds: median of the differences within pairs
+    added: dict[str, float]  # name of a time -> median of the differences within pairs, in milliseconds
     errors: dict[str, int]
 
 
@@ -127,7 +127,7 @@ async def measure(trial: RouterTrial) -> RouterReport:
     routed_per_s = await _requests_per_s(trial, chance, send, (trial.url,))
     direct_per_s = await _requests_per_s(trial, chance, send, workers) if direct else 0.0
     if all(sample.error is not None for sample in samples):
-        raise HeadgateError(f"{trial.url} answered nothing: {samples[0].error}")
+        raise HeadgateError(f"{trial.url} answered no request: {samples[0].error}")
     return RouterReport(
         url=trial.url,
         model=model,
@@ -161,7 +161,7 @@ def _body(trial: RouterTrial, model: str, messages: list[Message]) -> bytes:
 
 
 async def _converse(trial: RouterTrial, chance: random.Random, send: Send) -> list[list[TimedRequest]]:
-    """The requests of each conversation; all conversations run concurrently."""
+    """Run all conversations concurrently; returns the requests of each."""
     systems = [some_words(chance, trial.system_words) for _ in range(trial.system_prompts)]
     questions = [
         [some_words(chance, 2 * SHORT_WORDS) for _ in range(trial.turns)] for _ in range(trial.conversations)
@@ -205,7 +205,7 @@ def placement_of(talks: Sequence[Sequence[TimedRequest]]) -> PlacementFigures:
 async def _pairs(
     trial: RouterTrial, chance: random.Random, send: Send
 ) -> list[tuple[TimedRequest, TimedRequest | None]]:
-    """Requests one at a time, through the router and then directly to the same worker, after a warm-up pair."""
+    """After a warm-up pair, send requests one at a time, each through the router and then directly to its worker."""
     pairs = []
     for number in range(trial.rounds + 1):
         routed = (await send(trial.url, _short(chance))).sample
@@ -215,7 +215,7 @@ async def _pairs(
 
 
 async def _requests_per_s(trial: RouterTrial, chance: random.Random, send: Send, urls: Sequence[str]) -> float:
-    """Throughput of a closed loop of `concurrency` clients."""
+    """Measure the throughput of a closed loop of `concurrency` clients."""
     prompts = iter([_short(chance) for _ in range(trial.rounds * trial.concurrency)])
     answered = 0
 
@@ -231,7 +231,7 @@ async def _requests_per_s(trial: RouterTrial, chance: random.Random, send: Send,
 
 
 def _added(pairs: Sequence[tuple[TimedRequest, TimedRequest | None]]) -> dict[str, float]:
-    """Median differences within pairs: unlike the difference of two medians, they exclude drift of the machine."""
+    """Return median differences within pairs. Unlike differences of medians, they exclude drift of the machine."""
     answered = [(one, other) for one, other in pairs if other is not None and not (one.error or other.error)]
     added = {}
     for name in TIMES_S:
@@ -258,7 +258,7 @@ def table(report: RouterReport) -> str:
         f"{report.model} at {report.url}: {report.conversations} conversations of {report.turns} turns, "
         f"{report.system_prompts} system prompts of {report.system_words} words",
         "",
-        f"{'turns at the worker of the turn before':<46}{_share(placement.at_home):>10}",
+        f"{'turns at the worker of the previous turn':<46}{_share(placement.at_home):>10}",
         f"{'requests of the busiest worker over the mean':<46}{_number(placement.busiest_over_mean):>10}",
         f"{'prompt tokens that were cached':<46}{_share(placement.cached_share):>10}",
         "",

@@ -1,4 +1,4 @@
-"""The settings that every benchmark besides `bench serve` has."""
+"""The settings that all benchmarks except `bench serve` have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headgate.httpclient import HttpAddress
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     url: str
-    model: str | None = None  # None: the first that the server lists
+    model: str | None = None  # None: the first model that the server lists
     api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 120.0  # per request
+    timeout_s: float = 120.0  # longest duration of a request
 
     POSITIVE: ClassVar[tuple[str, ...]] = ()  # settings that must be at least 1
 

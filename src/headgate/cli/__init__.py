@@ -1,8 +1,8 @@
 """The command line: the only reader of flags and environment variables.
 
-Commands turn both into a config; `main` turns errors into one sentence and an exit code. Each command is a module
-with a function that adds its flags and a function that runs it. Slow imports are made inside the function that needs
-them. Command modules do not import from this one.
+Commands turn flags and variables into a config; `main` turns errors into one sentence and an exit code. Each command
+is a module with a function that adds its flags and a function that runs it. Slow imports are made inside the function
+that needs them. Command modules do not import from this one.
 """
 
 from __future__ import annotations

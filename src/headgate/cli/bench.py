@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def result_file(text: str) -> Path:
-    """An output file. A missing folder is reported before the benchmark runs rather than after it."""
+    """Check the path of an output file, so that a missing folder is reported before the benchmark runs."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
@@ -139,7 +139,7 @@ def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def add_shared(command: argparse.ArgumentParser) -> None:
-    """Flags that every benchmark with ordinary client requests has."""
+    """Add the flags that several benchmarks share."""
     add = command.add_argument
     add("--model", help="model name (default: the first one listed)")
     add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")

@@ -77,7 +77,7 @@ def keep_log(folder: Path | None) -> None:
 
 
 async def run(settings: ChaosSettings, environ: Mapping[str, str]) -> ChaosReport | None:
-    """The first Ctrl-C stops the faults and checks the results so far; the second stops everything."""
+    """Run the test. The first Ctrl-C stops the faults and checks the results so far; the second stops everything."""
     from headgate.listening import StopSignals
     from headgate.testing.chaos.run import ChaosRun
 

@@ -30,7 +30,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Completions after the commands of `path`."""
+    """The completions that follow the commands in `path`."""
 
     path: str
     words: dict[str, str]  # subcommands or choices of an argument, with their help
@@ -38,13 +38,13 @@ class Node:
 
 
 def nodes(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Node]:
-    """The tree of parsers, starting with the root."""
+    """Yield a node for each parser of the tree, starting with the root."""
     words: dict[str, str] = {}
     flags = []
     below: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if action.help == argparse.SUPPRESS:
-            continue  # internal flag
+            continue  # an internal flag is not completed
         if isinstance(action, argparse._SubParsersAction):
             below = dict(action.choices)
             words |= {choice.dest: choice.help or "" for choice in action._choices_actions}
@@ -88,7 +88,7 @@ complete -o default -F _headgate headgate
 
 
 def bash(tree: list[Node]) -> str:
-    """The script for bash. Where it proposes nothing, bash completes file names."""
+    """Return the script for bash. If it proposes nothing, bash completes file names."""
     paths = "|".join(f'"{" " * (" " not in node.path)}{node.path}"' for node in tree if node.path)
     values, words = [], []
     for node in tree:

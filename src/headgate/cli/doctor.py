@@ -19,7 +19,7 @@ def add_doctor(command: argparse.ArgumentParser) -> None:
 
 
 def doctor(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Exits with 1 if this machine cannot serve a model."""
+    """Print the findings; returns 1 if this machine cannot serve a model."""
     from headgate.cli.serve import checked_port
     from headgate.doctor import PlannedServer, can_serve, examine
     from headgate.model_store.find import Places

@@ -16,7 +16,7 @@ def add_replay(command: argparse.ArgumentParser) -> None:
 
 
 def replay(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Exits with 1 if a plan is inconsistent."""
+    """Replay a crash file and print the result; returns 1 if a plan is inconsistent."""
     from headgate.engine.replay import replay as run_replay
 
     try:

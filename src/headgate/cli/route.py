@@ -69,7 +69,7 @@ def add_route(command: argparse.ArgumentParser) -> None:
 
 
 def add_disaggregation(add: Callable[..., argparse.Action]) -> None:
-    """Flags that `headgate route` and `headgate up` share."""
+    """Add the flags that `headgate route` and `headgate up` share."""
     add(
         "--disaggregate-tokens",
         type=int,

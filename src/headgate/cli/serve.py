@@ -47,7 +47,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         help="KV transfer backend: auto, tcp or nixl (auto)",
     )
     add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="networks to fetch KV from (this machine)")
-    # For a supervising process, which holds the other end of our standard input: the server exits when it closes.
+    # Used by a supervising process that holds the other end of our standard input: the server exits when it closes.
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)
 
     add = command.add_argument_group("compute").add_argument
@@ -148,9 +148,9 @@ def registration(options: argparse.Namespace, environ: Mapping[str, str]) -> Reg
 
 
 def worker_key(options: argparse.Namespace, environ: Mapping[str, str], api_keys: Mapping[str, str]) -> str | None:
-    """The key that a router must present; a server with this key accepts requests from that router only.
+    """Return the key that a router must present; a server with this key accepts requests from that router only.
 
-    Drawn at random, and sent at registration, when the server joins a router that has keys.
+    If the server joins a router that has keys, the key is drawn at random and sent to the router at registration.
     """
     if (key := checked_key(environ.get("HEADGATE_WORKER_KEY"), "HEADGATE_WORKER_KEY")) is not None:
         return key
@@ -165,7 +165,7 @@ def end_with_parent() -> None:
     import threading
 
     def watch() -> None:
-        # Not through `sys.stdin`: the interpreter needs its lock at exit.
+        # Not read through `sys.stdin`, whose lock the interpreter takes at exit.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -191,8 +191,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     if options.tensor_parallel > 1 and (options.role != "mixed" or options.kv_listen != KV_LISTEN):
         asked = f"--role {options.role}" if options.role != "mixed" else f"--kv-listen {options.kv_listen}"
         raise RequestError(
-            f"{asked} and --tensor-parallel {options.tensor_parallel} exclude each other: an engine of several ranks does "
-            f"not exchange KV; leave one of them out"
+            f"{asked} and --tensor-parallel {options.tensor_parallel} cannot be combined: an engine of several ranks "
+            f"does not exchange KV; leave one of them out"
         )
     return EngineConfig(
         device=options.device,
@@ -220,7 +220,7 @@ def checked_port(port: int) -> int:
 
 
 def read_keys(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
-    """API keys by tenant, and the admin key. Flags take precedence over the environment."""
+    """Return the API keys by tenant, and the admin key. Flags take precedence over the environment."""
     from headgate.contract.keys import parse_keys, read_keys
 
     keys: dict[str, str] = {}
@@ -278,7 +278,7 @@ def ready_block(ready: ServerReady) -> str:
 
 
 def curl(ready: ServerReady) -> str:
-    """A command that can be pasted into a shell."""
+    """Return a curl command that tries the server, to be pasted into a shell."""
     # Small models become incoherent at OpenAI's default temperature of 1.
     settings = '"temperature": 0.2, "max_tokens": 100, "stream": true'
     path, body = "/v1/completions", f'{{"prompt": "Once upon a time", {settings}}}'

@@ -32,7 +32,7 @@ def seed_range(text: str) -> range:
 
 
 def simulate(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Exits with 1 if a check failed."""
+    """Run the simulation and print a summary; returns 1 if a check failed."""
     if options.jobs is not None and options.jobs < 1:
         raise RequestError("--jobs must be at least 1")
     return _one(options.seed, trace=options.trace) if options.seeds is None else _many(options.seeds, options.jobs)

@@ -81,7 +81,7 @@ async def _print(address: HttpAddress, key: str | None, url: str, *, once: bool)
 
 
 async def _live(address: HttpAddress, key: str | None, url: str, show: Callable[[list[Line]], None]) -> None:
-    """Show frames until q is pressed; reconnect when the server goes away."""
+    """Show frames until q is pressed; reconnect when the connection is lost."""
     task, loop, keyboard = asyncio.current_task(), asyncio.get_running_loop(), sys.stdin.fileno()
     assert task is not None
 
@@ -119,7 +119,7 @@ def _remember(frame: Frame, history: deque[Point]) -> None:
 
 
 async def frames(address: HttpAddress, key: str | None) -> AsyncGenerator[Frame]:
-    """Frames of the server's event stream. Raises Unreachable when the connection fails."""
+    """Yield the frames of the server's event stream. Raises Unreachable when the connection fails."""
     from headgate.httpclient import HttpFailure
 
     where = f"{address.host}:{address.port}"
@@ -175,7 +175,7 @@ def render(frame: Frame, history: deque[Point], url: str, width: int, height: in
     if not frame.sees_requests:
         lines.append([("requests are shown only with a key (--api-key)", DIM)])
     elif not frame.requests:
-        lines.append([("nothing is in flight", DIM)])
+        lines.append([("no requests are in flight", DIM)])
     else:
         room = max(height - len(lines) - 2, 3)
         names = {member.id: member.name for member in frame.cards}
@@ -209,7 +209,7 @@ def _rates(frame: Frame, history: deque[Point]) -> Iterator[Line]:
 
 
 def _ends(history: deque[Point]) -> str:
-    """Retries, resumes and aborts over the recorded history."""
+    """Format the numbers of retries, resumes and aborts over the recorded history."""
     causes: dict[str, int] = {}
     for point in history:
         for cause, count in point.aborts.items():
@@ -255,7 +255,7 @@ def _request(request: RequestView, names: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _printable(text: str) -> str:
-    """Names chosen by clients must not contain control characters, which could move the cursor."""
+    """Replace control characters in a name chosen by a client, because they could move the cursor."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -266,7 +266,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[Line]:
-    """Rows padded to the width of each column; a title that begins with > marks a right-aligned column."""
+    """Yield rows padded to the width of each column; a title that begins with > marks a right-aligned column."""
     names = [title.lstrip(">") for title in titles]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for row in (tuple(names), *rows):

@@ -104,9 +104,9 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise RequestError(f"give the model once: MODEL is {options.model} but --model is {options.named}")
     options.model = options.model or options.named
     spec = fleet_spec(options)
-    EngineConfig(**{name: getattr(options, name) for name in SERVED})  # report errors here, not in every server
+    EngineConfig(**{name: getattr(options, name) for name in SERVED})  # reports invalid values before servers start
     keys, admin_key = read_keys(options, environ)
-    # If the router requires keys, or other machines can reach its servers, they accept requests from the router only.
+    # If the router requires keys, or other machines can reach its servers, the servers accept only its requests.
     worker_key = secrets.token_urlsafe(32) if keys or admin_key or options.ray else None
     config = RouteConfig(
         host=options.host,
@@ -229,7 +229,7 @@ def from_file(options: argparse.Namespace) -> FleetSpec:
 
 
 def resources(options: argparse.Namespace) -> tuple[float, float]:
-    """CPUs and GPUs to reserve per server."""
+    """Return the CPUs and GPUs to reserve per server."""
     return (1.0 if options.cpus is None else options.cpus), (0.0 if options.gpus is None else options.gpus)
 
 
@@ -244,7 +244,7 @@ def check_resources(options: argparse.Namespace) -> None:
 
 
 def check_ranks(role: str, gpus: float, ranks: int) -> None:
-    """An engine's ranks see only the GPUs reserved for their server."""
+    """Refuse fewer reserved GPUs than ranks, because ranks see only the GPUs reserved for their server."""
     if 0 < gpus < ranks:
         raise RequestError(f"{role}: {ranks} ranks need a GPU each, but gpus is {gpus:g}; set gpus = {ranks}")
 
@@ -265,7 +265,7 @@ def parsed(flags: Sequence[str]) -> argparse.Namespace:
 def prepare(
     options: argparse.Namespace, environ: Mapping[str, str], spec: FleetSpec, keys: Mapping[str, str]
 ) -> tuple[str, Launcher]:
-    """The model's name in the API, and the launcher of its servers."""
+    """Return the model's name in the API, and the launcher of its servers."""
     model = options.model or spec.model
     given_name = options.served_name or spec.served_name
     if options.ray is not None:
@@ -288,7 +288,7 @@ def prepare(
 
 
 def remote_model(model: str | None) -> tuple[str, str]:
-    """The model argument for servers on other machines, which resolve it locally, and the model's name."""
+    """Return the model argument for servers on other machines, which find the model there, and the model's name."""
     from headgate.model_store import default_model
 
     if model is None:
@@ -313,13 +313,13 @@ def recipe(
 
 
 def worker_keys(worker_key: str | None, admin_key: str | None) -> dict[str, str]:
-    """The router's and the operator's key for a server, passed in its environment, which other users cannot read."""
+    """Return environment variables with a server's keys; other users cannot read the environment of a process."""
     keys = {"HEADGATE_WORKER_KEY": worker_key, "HEADGATE_ADMIN_KEY": admin_key}
     return {name: key for name, key in keys.items() if key is not None}
 
 
 def served(options: argparse.Namespace) -> list[str]:
-    """The `headgate serve` flags that every server gets."""
+    """Return the `headgate serve` flags that every server gets."""
     arguments = ["--drain-timeout", str(options.drain_timeout), "--log-level", options.log_level]
     arguments += ["--client-stall-timeout", str(options.client_stall_timeout)]
     for name in SERVED:
@@ -332,7 +332,7 @@ KEYS = ("HEADGATE_API_KEYS", "HEADGATE_ADMIN_KEY", "HEADGATE_WORKER_KEY")
 
 
 def environment(environ: Mapping[str, str], servers: int, keys: Mapping[str, str]) -> dict[str, str]:
-    """A server's environment: without API keys, which the router checks, and with its share of the CPU cores."""
+    """Return a server's environment: without API keys, which the router checks, and with a share of the CPU cores."""
     local = {name: value for name, value in environ.items() if name not in KEYS}
     local.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // servers)))
     return {**local, **keys}
@@ -346,7 +346,7 @@ async def run(config: RouteConfig, listener: socket.socket, model: str, launcher
 
     log.info("starting %d servers for %s", sum(spec.counts.values()), model)
     async with launcher:
-        # After joining Ray, because that installs a SIGTERM handler of its own, which exits with a stack trace.
+        # Signals are handled after joining Ray, because Ray installs a SIGTERM handler that prints a stack trace.
         with StopSignals() as signals:
             try:
                 await route_until_stopped(config, listener, model, launcher, spec, signals)
@@ -381,7 +381,7 @@ async def route_until_stopped(
 
 
 def hooks(router: Router) -> Hooks:
-    """Callbacks that add servers to the router as workers, and remove them."""
+    """Return callbacks that add servers to the router as workers, and remove them."""
     from headgate.cluster.fleet import Hooks
     from headgate.contract.fleet import Role
     from headgate.router.fleet.fleet import NoSuchWorker
@@ -395,13 +395,13 @@ def hooks(router: Router) -> Hooks:
         log.info("worker %d is ready: %s at %s after %.1f s", server.index, role, server.url, took_s)
 
     def on_leave(server: ServerProcess) -> None:
-        with suppress(NoSuchWorker):  # an operator may have removed it
+        with suppress(NoSuchWorker):  # an operator may have removed the worker
             router.fleet.remove(router.fleet.find(server.url))
 
     def on_gone(server: ServerProcess) -> None:
         with suppress(NoSuchWorker):
             worker = router.fleet.find(server.url)
-            # Resume its answers elsewhere now: the connections of a dead machine may never be closed.
+            # Resume its answers elsewhere now, because the connections of a dead machine may never be closed.
             router.fleet.give_up(worker)
             router.fleet.remove(worker)
 

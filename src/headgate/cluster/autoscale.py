@@ -1,9 +1,9 @@
 """Autoscaling: a pure function from observed load to a number of servers, and a loop that applies it.
 
-The number grows when requests wait too long or KV is nearly full for a few seconds, and only after the servers
-already requested are ready. It shrinks by one when for minutes no request has waited and one server fewer would still
-be at most half full. The wide band between the two conditions keeps noise around a constant load from changing
-anything. If the number must grow again soon after it shrank, the wait before the next shrink doubles.
+The number grows when, for a few seconds, requests wait too long or KV is nearly full, and only after the servers
+already requested are ready. It shrinks by one when, for minutes, no request has waited and the remaining servers
+would be at most half full. The gap between the two conditions is wide, so that noise around a constant load changes
+nothing. If the number must grow again soon after it shrank, the wait before the next shrink doubles.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Thresholds:
     grow_queue_s: float = 2.0  # grow when a request has waited this long
-    grow_kv_usage: float = 0.9  # or when this share of KV is held
-    grow_after_s: float = 5.0  # and either has been so for this long
-    shrink_fullness: float = 0.5  # shrink when one server fewer would have at most this share of KV and slots in use
-    shrink_after_s: float = 120.0  # and this has been so for this long, without waiting requests
+    grow_kv_usage: float = 0.9  # or grow when this share of KV is held
+    grow_after_s: float = 5.0  # how long one of these two conditions must hold before the number grows
+    shrink_fullness: float = 0.5  # shrink when one server fewer would have at most this share of KV and rows in use
+    shrink_after_s: float = 120.0  # how long this must hold, without waiting requests, before the number shrinks
     longest_patience_s: float = 3600.0  # longest wait before a shrink, after doubling
     rest_s: float = 15.0  # no change for this long after a change
     start_s: float = 300.0  # how long to wait for requested servers to be ready before requesting more
@@ -65,7 +65,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class AutoscaleState:
-    """What the next decision depends on besides the current load."""
+    """The state from earlier decisions on which the next one depends."""
 
     wanted: int
     changed_s: float
@@ -82,7 +82,7 @@ class AutoscaleState:
 def decide(
     seen: Snapshot, memory: AutoscaleState, bounds: ScaleBounds, thresholds: Thresholds
 ) -> tuple[int, AutoscaleState]:
-    """The new number of servers, and the state for the next decision."""
+    """Return the new number of servers, and the state for the next decision."""
     memory = _observed(seen, memory, thresholds)
     wanted = seen.wanted
     if _should_grow(seen, memory, thresholds):
@@ -140,7 +140,7 @@ def _changed(seen: Snapshot, memory: AutoscaleState, wanted: int, thresholds: Th
 
 
 class Autoscaler:
-    """Decides once a second and calls `want` with a new number. `look` returns None if there is nothing to decide."""
+    """Decides once a second and calls `want` with a new number. `look` observes the load; None means no decision."""
 
     def __init__(
         self,

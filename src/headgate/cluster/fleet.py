@@ -1,9 +1,9 @@
 """Supervision of servers: starts and restarts them, and changes their number while they serve.
 
 A `Launcher` runs one server, on this machine or another; the fleet decides how many there are. A server that fails
-before it was ever ready is dropped, with its error. A server that was ready once is restarted as long as it is
-wanted, with a growing delay while it does not become ready. A server that is removed first gets no more requests from
-the router, then is stopped; it exits when its requests have finished or were resumed elsewhere.
+before it was ever ready is dropped, and its error is reported. A server that was ready once is restarted as long as
+it is wanted, with a growing delay while it does not become ready. To remove a server, the router first stops sending
+it requests, then it is stopped; it exits when its requests have finished or were resumed elsewhere.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CannotStartServer(HeadgateError):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a server of one role is started, and the resources it needs."""
+    """The arguments and environment of a server of one role, and the resources it needs."""
 
-    arguments: tuple[str, ...]  # of `headgate serve`
+    arguments: tuple[str, ...]  # arguments of `headgate serve`
     environ: Mapping[str, str] = field(repr=False)
     cpus: float = 1.0
     gpus: float = 0.0
@@ -44,7 +44,7 @@ class Recipe:
 class ServerProcess:
     index: int
     role: str
-    url: str = ""  # once it has been ready
+    url: str = ""  # known once the server has been ready
     pid: int | None = None
     node: str = ""  # the machine it runs on or is meant for, if not this one
     starts: int = 0
@@ -60,7 +60,7 @@ class ServerProcess:
 
 
 class Launcher(Protocol):
-    """Runs servers. Entered before the fleet and exited after it."""
+    """Starts and stops servers. An async context manager, entered before the fleet and exited after it."""
 
     keeps_address: bool  # a restarted server has its old address
 
@@ -77,12 +77,12 @@ class Hooks:
     """Callbacks for the router."""
 
     on_ready: Callable[[ServerProcess], None]  # the server accepts requests; called after every start
-    on_leave: Callable[[ServerProcess], None]  # send it no more requests; those it has may finish
-    on_gone: Callable[[ServerProcess], None]  # it has died and its address is no longer valid
+    on_leave: Callable[[ServerProcess], None]  # the server is to get no more requests; those it has may finish
+    on_gone: Callable[[ServerProcess], None]  # the server has exited and its address is no longer valid
 
 
 class ServerFleet:
-    """Use with `async with`; on exit all servers have been stopped."""
+    """The servers that this process starts. An async context manager; on exit it has stopped all servers."""
 
     def __init__(
         self,
@@ -134,7 +134,10 @@ class ServerFleet:
         return self._reconcile()
 
     async def scale(self, counts: Mapping[str, int], timeout_s: float) -> bool:
-        """Call `want` and wait; False after the timeout. Raises the error of a server that cannot start."""
+        """Call `want` and wait until the servers are ready; returns False after the timeout.
+
+        Raises the error of a server that cannot start.
+        """
         started = self.want(counts)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -153,7 +156,7 @@ class ServerFleet:
             bounds = self._bounds.get(role)
             if bounds is not None and not bounds.least <= number <= bounds.most:
                 between = f"between {bounds.least} and {bounds.most}"
-                raise RequestError(f"{role} must be {between}, the limits of --autoscale, not {number}", param=role)
+                raise RequestError(f"{role} must be {between} (the limits of --autoscale), not {number}", param=role)
         after = self._wanted | dict(counts)
         if not after["mixed"] and not after["decode"]:
             raise RequestError("at least one mixed or decode server must remain", param="mixed")
@@ -221,11 +224,11 @@ class ServerFleet:
                 raise CannotStartServer(server.error or f"worker {server.index} exited before it was ready")
             backoff_s = FIRST_BACKOFF_S if was_ready else min(2 * backoff_s, LONGEST_BACKOFF_S)
             reason = f" ({server.error})" if server.error else ""
-            log.warning("worker %d has died%s; starting it again in %g s", server.index, reason, backoff_s)
+            log.warning("worker %d has exited%s; restarting it in %g s", server.index, reason, backoff_s)
             await asyncio.sleep(backoff_s)
 
     async def _run_once(self, server: ServerProcess) -> bool:
-        """Whether it became ready."""
+        """Run the server until it exits; returns whether it became ready."""
         server.starts += 1
         server.error = ""
         try:

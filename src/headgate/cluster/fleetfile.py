@@ -21,7 +21,7 @@ class RoleSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
     autoscale: str | None = None  # LEAST:MOST
     cpus: Annotated[float, Meta(gt=0)] | None = None  # reserved by Ray for each server
     gpus: Annotated[float, Meta(ge=0)] | None = None
-    serve: list[str] = []  # flags of `headgate serve`, after those for all roles
+    serve: list[str] = []  # flags of `headgate serve` for this role; they follow those for all roles
 
     @property
     def bounds(self) -> ScaleBounds | None:

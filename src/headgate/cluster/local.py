@@ -1,8 +1,8 @@
 """Runs servers as child processes on this machine.
 
-A server exits when the parent's end of its standard input closes, so it never outlives the parent, even one that is
-killed. It is not in the parent's process group: Ctrl-C does not reach it, and the parent stops it. A restarted server
-keeps its port.
+A server exits when the parent's end of its standard input closes, so it never outlives the parent, even if the parent
+is killed. It is not in the parent's process group, so Ctrl-C reaches only the parent, which then stops the server. A
+restarted server keeps its port.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headgate.cluster.fleet import Recipe, ServerProcess
 
 log = logging.getLogger(__name__)
 
-EXIT_MARGIN_S = 5.0  # for a server to exit after its drain timeout
+EXIT_MARGIN_S = 5.0  # how long a server may take to exit after its drain timeout
 LONGEST_LINE = 2**20
 ERROR_PREFIX = "headgate: "
 
@@ -57,7 +57,7 @@ class LocalLauncher:
             await self._end(process)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Let it drain, and kill it after the timeout."""
+        """Let the server drain and exit; kill it after the timeout."""
         if process.returncode is not None:
             return
         discarded = asyncio.ensure_future(_discard_logs(process))
@@ -76,7 +76,7 @@ class LocalLauncher:
 async def _read_logs(
     server: ServerProcess, process: asyncio.subprocess.Process, on_ready: Callable[[], None]
 ) -> None:
-    """Read the server's logs until it closes them."""
+    """Read the server's log lines until it closes the stream; call `on_ready` when a line says that it is ready."""
     assert process.stderr is not None
     while True:
         try:
@@ -90,7 +90,7 @@ async def _read_logs(
 
 
 def _handle_line(server: ServerProcess, line: str) -> bool:
-    """Log a line of the server; True if it reports that the server is ready."""
+    """Log a line of the server; returns whether the line reports that the server is ready."""
     if line.startswith(ERROR_PREFIX):
         server.error = line.removeprefix(ERROR_PREFIX)
     try:
@@ -113,7 +113,7 @@ def _log(server: ServerProcess, record: Mapping[str, object]) -> None:
 
 
 async def _discard_logs(process: asyncio.subprocess.Process) -> None:
-    """Keep reading, or the server would block on a full pipe."""
+    """Read and discard the server's output; otherwise the server would block on a full pipe."""
     assert process.stderr is not None
     while await process.stderr.read(65536):
         pass

@@ -1,11 +1,11 @@
 """Runs servers on the machines of a Ray cluster, each in a placement group of its own.
 
-Ray finds nodes with free resources and reports dead nodes; everything else is as on one machine. On its node an actor
-starts the server as a child process. The server exits with its actor, and the actor with its node or with this
-process. Nodes need the same packages as this machine, and the model at the given path. Weights and requests do not
-pass through Ray.
+Ray finds nodes with free resources and reports dead nodes; everything else is as on one machine. On each node, an
+actor starts the server as a child process. The server exits with its actor, and the actor exits with its node or with
+this process. Nodes need the same packages as this machine, and the model at the given path. Weights and requests do
+not pass through Ray.
 
-Ray's calls block on the cluster's head. They run in threads, so that a head that does not answer delays no request.
+Ray's calls block until the cluster's head answers. They run in threads, so that a slow head delays no request.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0  # for the head to accept a connection
-JOIN_S = 60.0  # for the head to answer
+CONNECT_S = 5.0  # how long the head may take to accept a connection
+JOIN_S = 60.0  # how long the head may take to answer
 POLL_INTERVAL_S = 0.25
 WARNING_INTERVAL_S = 60.0
 
@@ -59,7 +59,7 @@ def import_ray() -> ModuleType:
 
 
 class RayLauncher:
-    """Use with `async with`, around the fleet."""
+    """Runs servers on a Ray cluster. An async context manager, entered before the fleet and exited after it."""
 
     keeps_address = False
 
@@ -76,7 +76,7 @@ class RayLauncher:
         self._recipes = dict(recipes)
         self._drain_timeout_s = drain_timeout_s
         self._room_timeout_s = room_timeout_s
-        self._waiting: dict[ServerProcess, Recipe] = {}  # for resources
+        self._waiting: dict[ServerProcess, Recipe] = {}  # servers that wait for resources
         self._nodes: Counter[str] = Counter()  # number of servers, by node
 
     async def __aenter__(self) -> RayLauncher:
@@ -89,7 +89,7 @@ class RayLauncher:
         await asyncio.to_thread(self._ray.shutdown)
 
     async def _join(self) -> None:
-        """Connect in a daemon thread, because Ray keeps retrying for minutes."""
+        """Connect to the cluster, in a daemon thread, because Ray keeps retrying for minutes."""
         joined: Future[None] = Future()
         logging.getLogger("ray").setLevel(logging.ERROR)
 
@@ -123,7 +123,7 @@ class RayLauncher:
 
     @asynccontextmanager
     async def _room(self, server: ServerProcess, recipe: Recipe) -> AsyncIterator[Any]:
-        """A placement group for the server, removed at the end of the block."""
+        """Reserve resources for the server: yield a placement group, which is removed when the context exits."""
         self._put(server, self._emptiest(recipe, await asyncio.to_thread(self._ray.nodes)))
         making = asyncio.ensure_future(asyncio.to_thread(self._reserve, recipe, server.node))
         self._waiting[server] = recipe
@@ -139,18 +139,18 @@ class RayLauncher:
                 await asyncio.to_thread(self._ray.util.remove_placement_group, group)
 
     def _reserve(self, recipe: Recipe, node: str) -> Any:
-        # A soft constraint: if that node has no room, Ray takes another.
+        # A soft constraint: if that node lacks resources, Ray takes another.
         reserve = self._ray.util.placement_group
         return reserve([_bundle(recipe)], strategy="STRICT_PACK", _soft_target_node_id=node or None)
 
     def _put(self, server: ServerProcess, node: str) -> None:
-        """Count the server on this node, so that the next one prefers another."""
+        """Count the server on this node, so that the next server prefers another node."""
         self._nodes[server.node] -= 1
         self._nodes[node] += 1
         server.node = node
 
     def _emptiest(self, recipe: Recipe, nodes: Sequence[Mapping[str, Any]]) -> str:
-        """The node with the fewest servers of this fleet, so that the loss of a node affects few of them."""
+        """Return the node with the fewest servers of this fleet, so that the loss of a node affects few servers."""
         needs = _bundle(recipe).items()
         fit = [
             str(node["NodeID"])
@@ -160,7 +160,7 @@ class RayLauncher:
         return min(fit, key=lambda node: (self._nodes[node], node), default="")
 
     async def _granted(self, server: ServerProcess, group: Any) -> str:
-        """The node of the placement group. For a server that was never ready, raises NoRoom after the timeout."""
+        """Wait until Ray has placed the group; return its node. NoRoom after the timeout if the server is new."""
         began_s = warned_s = time.monotonic()
         while True:
             table = await asyncio.to_thread(self._ray.util.placement_group_table, group)
@@ -175,14 +175,14 @@ class RayLauncher:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _pending(self) -> str:
-        """The servers that wait for resources, and the free resources."""
+        """Describe the resources that waiting servers need, and the free resources."""
         waiting = sorted(self._waiting.items(), key=lambda each: each[0].index)
         needs = ", ".join(
             f"worker {each.index} ({each.role}: {_listed(_bundle(recipe))})" for each, recipe in waiting
         )
         free = await asyncio.to_thread(self._ray.available_resources)
         shown = {name: free.get(name, 0.0) for name in ("CPU", "GPU")}
-        return f"the Ray cluster has no room for {needs}; free on all nodes together: {_listed(shown)}"
+        return f"the Ray cluster lacks resources for {needs}; free on all nodes together: {_listed(shown)}"
 
     async def _run_actor(
         self, server: ServerProcess, recipe: Recipe, group: Any, on_ready: Callable[[], None]
@@ -218,7 +218,7 @@ class RayLauncher:
 
 
 class ServerActor:
-    """The Ray actor of one server. It holds the other end of the server's standard input, so both exit together."""
+    """The Ray actor of one server. It holds the server's standard input open, so the server exits with the actor."""
 
     def __init__(
         self, arguments: Sequence[str], environ: Mapping[str, str], peers: Sequence[str], drain_timeout_s: float

@@ -1,7 +1,7 @@
-"""The dashboard's event stream: the source is sampled once a second for all viewers, and never without viewers.
+"""The dashboard's event stream: the source is sampled once a second for all viewers together.
 
-There is no background task: of the viewers that wait for the next frame, one takes the sample under a lock and the
-others reuse it. A slow reader gets the latest frame and misses those in between.
+Without viewers nothing is sampled. There is no background task: one of the waiting viewers takes the next sample
+under a lock, and the others reuse it. A slow reader gets the latest frame and misses those in between.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from headgate.dashboard.meter import Meter, percentile, together
 from headgate.errors import RequestError
 
 INTERVAL_S = 1.0
-STALE = 3  # intervals after which a sample is too old to show
-HISTORY = 240  # points, one per second
+STALE = 3  # number of intervals after which a sample is too old to show
+HISTORY = 240  # number of points kept, one per second
 MOST_WATCHERS = 32
-MOST_REQUESTS = 50  # in a frame
+MOST_REQUESTS = 50  # most requests listed in a frame
 
 encode = msgspec.json.Encoder().encode
 
@@ -41,7 +41,7 @@ class Feed:
         self._watchers = 0
         self._meter = Meter()
         self._history: deque[Point] = deque(maxlen=HISTORY)
-        self._number = 0  # of the last sample
+        self._number = 0  # number of the last sample
         self._sampled_s = -inf
         self._view: FleetView | None = None
         self._point: Point | None = None
@@ -50,7 +50,7 @@ class Feed:
     @contextmanager
     def watching(self) -> Iterator[None]:
         if self._watchers >= self._most_watchers:
-            raise TooManyWatchers(f"{self._watchers} dashboards are open, the maximum; close one")
+            raise TooManyWatchers(f"{self._watchers} dashboards are open, which is the maximum; close one")
         self._watchers += 1
         try:
             yield
@@ -58,12 +58,12 @@ class Feed:
             self._watchers -= 1
 
     async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
-        """Server-sent events until the source ends; the first one has the history."""
+        """Yield server-sent events until the source ends; the first one has the history."""
         seen = 0
         while True:
             view = await self._next(seen)
             event = b"data: %b\n\n" % encode(self._frame(view, viewer, first=not seen))
-            seen = self._number  # before `yield`: the reader may be slow
+            seen = self._number  # read before `yield`, because the reader may be slow
             yield event
             if view.over:
                 return
@@ -77,7 +77,7 @@ class Feed:
         return self._view
 
     def _has_newer(self, seen: int) -> bool:
-        """Whether there is a newer sample; one from before the last viewer left is stale and does not count."""
+        """Whether there is a newer sample that is not stale, as one taken before all viewers left would be."""
         return self._number > seen and asyncio.get_running_loop().time() - self._sampled_s < STALE * self._interval_s
 
     async def _sample(self) -> None:

@@ -1,4 +1,4 @@
-"""The data of the dashboard: one frame a second. Compact, because every viewer gets it."""
+"""The data of the dashboard: one frame per second. Frames are compact, because every viewer gets each of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class MemberView(msgspec.Struct, kw_only=True):
     detail: str  # a short description
     state: str
     role: str = ""
-    version: int | None = None  # of its weights
+    version: int | None = None  # version of its weights
     running: int = 0
     waiting: int = 0
     total: int = 0  # KV blocks
     held: int = 0
-    leased: int = 0  # held for other engines; included in `held`
+    leased: int = 0  # KV blocks held for other engines; included in `held`
     cached: int = 0
     tokens_s: float | None = None
 
@@ -62,7 +62,7 @@ class Point(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """The viewer of a page. Without a key only numbers are shown: its requests cannot be told apart from others'."""
+    """The viewer of a page. Without a key, only numbers are shown, because its own requests cannot be identified."""
 
     tenant: str
     admin: bool
@@ -84,10 +84,10 @@ class Frame(msgspec.Struct, kw_only=True):
     tenant: str
     admin: bool
     sees_requests: bool
-    requests: list[RequestView]  # the oldest
+    requests: list[RequestView]  # the oldest requests that the viewer may see
     total: int  # requests in flight that the viewer may see
     now: Point | None  # None until there are two samples
-    history: list[Point] | None = None  # in the first frame of a stream
+    history: list[Point] | None = None  # only in the first frame of a stream
 
 
 class HistogramBounds(msgspec.Struct, frozen=True):
@@ -98,12 +98,12 @@ class HistogramBounds(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, kw_only=True):
-    """A sample of everything but the requests."""
+    """A sample of a server or router, without its requests."""
 
     model: str
     state: str
     cards: list[MemberView]
-    sources: dict[str, Counts]  # a key is the id of a card, a slash and a name
+    sources: dict[str, Counts]  # a key is the id of a member, a slash and a name
     over: bool = False  # the source has ended
 
 
@@ -117,4 +117,4 @@ class Source(Protocol):
     async def look(self) -> FleetView: ...
 
     def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
-        """The oldest requests that the viewer may see, as of the last sample, and their total number."""
+        """Return the oldest requests that the viewer may see, as of the last sample, and their total number."""

@@ -1,8 +1,8 @@
-"""Rates and percentiles from monotonic counters.
+"""Computes rates and percentiles from monotonic counters.
 
 Counters come from several sources, which may restart at zero, appear and disappear. Growth is therefore computed per
 source and is never negative, and a new source has no growth. A source that is missing from a sample has no growth
-either; what it counted meanwhile is added when it reappears.
+either; its growth in the meantime is added when it reappears.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from itertools import zip_longest
 
 import msgspec
 
-WINDOW_S = 10.0  # of percentiles and the hit rate: one second has too few requests
+WINDOW_S = 10.0  # period over which percentiles and the hit rate are computed; one second has too few requests
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  # output tokens
-    prompt_tokens: int = 0  # looked up in the prefix cache
-    cached_tokens: int = 0  # found there
+    prompt_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     requests: int = 0
     retries: int = 0
     resumes: int = 0
@@ -32,7 +32,7 @@ NUMBERS = ("tokens", "prompt_tokens", "cached_tokens", "requests", "retries", "r
 
 
 def grown(now: Counts, then: Counts) -> Counts:
-    """The growth from `then` to `now`; a counter that has fallen was restarted at zero."""
+    """Return the growth from `then` to `now`; a counter that has fallen was restarted at zero."""
     aborts = {cause: _grown(count, then.aborts.get(cause, 0)) for cause, count in now.aborts.items()}
     return Counts(
         **{name: _grown(getattr(now, name), getattr(then, name)) for name in NUMBERS},
@@ -68,7 +68,10 @@ def _sums(histograms: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value below which `share` of the observations lie, interpolated within a bucket; None without any."""
+    """Return the value below which `share` of the observations lie, interpolated within a bucket.
+
+    None if there are no observations.
+    """
     total = sum(counts)
     if not total:
         return None

@@ -1,4 +1,4 @@
-"""The files of the page, and security headers that keep browsers from running anything else in it."""
+"""The files of the dashboard page, and security headers that keep browsers from running any other code in it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ HEADERS = {
 
 @cache
 def content(path: str) -> bytes:
-    """The file at a path of `ASSETS`."""
+    """Return the content of the file at a path of `ASSETS`."""
     name, _ = ASSETS[path]
     return (files("headgate.dashboard") / "assets" / name).read_bytes()

@@ -1,8 +1,8 @@
 """Limits the number of requests in flight and queues the rest fairly among tenants.
 
-A request over the limit waits; if the queue is full too, it is refused at once. A free place goes to the tenant with the
-fewest requests in flight; tenants with equally few take turns. A full queue accepts a new request only in place of a
-request of a tenant with more requests waiting.
+A request over the limit waits; if the queue is full too, it is refused at once. A free place goes to the tenant with
+the fewest requests in flight; tenants with equally few take turns. A full queue accepts a new request only if another
+tenant has more requests waiting; one of those is then refused instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Admission:
         return sum(map(len, self._waiting.values()))
 
     def try_enter(self, tenant: str) -> bool:
-        """Take a place if one is free for this tenant. Waiting requests got theirs as soon as a place was free."""
+        """Take a place if one is free for this tenant; returns whether it was.
+
+        This overtakes no waiting request: a place that becomes free goes to a waiting request at once.
+        """
         if self._limit is not None and not self._has_place(tenant):
             return False
         self._take(tenant)
@@ -50,7 +53,7 @@ class Admission:
     async def enter(
         self, tenant: str, keep_alive: Callable[[], None] = lambda: None, every_s: float | None = None
     ) -> None:
-        """Take a place, waiting for it if necessary; raises QueueFull at once if too many requests wait."""
+        """Take a place, and wait for one if necessary; raises QueueFull at once if too many requests wait."""
         if self.try_enter(tenant):
             return
         if self.waiting >= self._queue:
@@ -76,14 +79,17 @@ class Admission:
             self.waited_s += loop.time() - began_s
 
     def _make_room(self, tenant: str) -> None:
-        """Refuse the newest request of the tenant with the most waiting, or the new request if that is its own tenant."""
+        """Drop a waiting request, because the queue is full: the newest of the tenant that has the most waiting.
+
+        If no other tenant has more waiting requests, raise QueueFull for the new request.
+        """
         own = len(self._waiting.get(tenant, ()))
         largest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=tenant)
         if len(self._waiting.get(largest, ())) <= own + 1:
             raise self._full()
         loser = self._waiting[largest][-1]
         self._forget(largest, loser)
-        if not loser.done():  # otherwise it was cancelled, which made room
+        if not loser.done():  # a request that was cancelled needs no answer
             loser.set_exception(self._full())
 
     def _full(self) -> QueueFull:
@@ -106,7 +112,7 @@ class Admission:
                 place.set_result(None)
 
     def _next(self) -> str | None:
-        """The tenant that gets the next place: the one with the fewest in flight among those below their share."""
+        """Return the tenant that gets the next place: of those below their share, the one with the fewest places."""
         able = [tenant for tenant in self._waiting if self._has_place(tenant)]
         return min(able, key=self._shares.held.__getitem__, default=None)
 

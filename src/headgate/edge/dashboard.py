@@ -22,7 +22,7 @@ async def show_page(request: Request) -> Response:
 
 
 def watched(request: Request, feed: Feed) -> Response:
-    """A response that streams the feed until the viewer disconnects."""
+    """Return a response that streams the feed until the viewer disconnects."""
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
     viewer = Viewer(request.state.tenant, request.state.admin)

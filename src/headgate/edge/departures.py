@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 
-MOST_LINES = 10  # per second; one more line counts the rest
+MOST_LINES = 10  # most lines per second; one further line gives the number of clients beyond that
 
 
 class Departures:

@@ -1,8 +1,8 @@
-"""The gate around every handler of a server and of a router's control plane. It assigns the request id, authenticates the
-caller, and converts exceptions to responses. It is one ASGI layer instead of a middleware stack, because every layer would
-cost one more call per streamed token.
+"""The gate around every handler of a server and of a router's control plane.
 
-Handlers raise `RequestError`s and Starlette's exceptions; every error response has the body of `contract/errors.py`.
+It assigns the request id, authenticates the caller, and converts exceptions to responses. It is one ASGI layer
+instead of a middleware stack, because every layer would cost one more call per streamed token. Handlers raise
+`RequestError`s and Starlette's exceptions; `contract/errors.py` defines the body of every error response.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
 
-Respond = Callable[[BaseException, str], Response]  # from an error and the request's id
+Respond = Callable[[BaseException, str], Response]  # takes an error and the request's id
 
 
 def caller_of(request: Request) -> Caller:
-    """The caller of a request that has passed the gate."""
+    """Return the caller of a request that has passed the gate."""
     return Caller(request.state.tenant, request.state.admin)
 
 
@@ -55,7 +55,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # lifespan and WebSockets are not supported
+            return  # the lifespan protocol and WebSockets are not supported
         state = scope.setdefault("state", {})
         state["request_id"] = self._ids.draw()
         answer = _GatedResponse(state, send)
@@ -67,7 +67,8 @@ class Gate:
         except ClientDisconnect:
             log.debug("%s: the client has disconnected", state["request_id"])
         except asyncio.CancelledError:
-            # At shutdown the HTTP server closes connections and cancels the remaining handlers; no client can be answered.
+            # At shutdown the HTTP server closes connections and cancels the remaining handlers; no answer can be
+            # sent.
             log.debug("%s: cancelled at shutdown", state["request_id"])
         except HTTPException as error:
             await self._explain(refusal_of(error, scope), answer, scope, receive)
@@ -91,7 +92,7 @@ class Gate:
 
 
 class _GatedResponse:
-    """Adds the request id to the headers of a response. Handlers may change the id until then."""
+    """Adds the request id to the headers of a response. Handlers may change the id until the response starts."""
 
     __slots__ = ("_send", "started", "state")
 
@@ -111,9 +112,10 @@ class _GatedResponse:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Release the frames of an error, which may hold a prompt of megabytes, now instead of at the next garbage collection.
+    """Drop an error's references to its frames now, instead of at the next garbage collection.
 
-    The frames are not cleared: several requests may share one error, and some of its frames may still be running.
+    The frames may hold a prompt of megabytes. They are not cleared, because several requests may share one error, and
+    some of its frames may still be running.
     """
     seen: BaseException | None = error
     while seen is not None:

@@ -1,8 +1,8 @@
-"""Detects clients that do not read: whether the bytes buffered for a connection are being sent.
+"""Detects clients that do not read, by checking whether the bytes buffered for a connection are being sent.
 
-Bytes count as sent when the peer has acknowledged them, which happens as long as the client reads, however slowly. The
-kernel counts acknowledged bytes; on systems where it does not, the size of the transport's buffer is used. Nothing is
-counted per write: a connection is checked once a second, and an idle one costs a single call.
+Bytes count as sent when the peer has acknowledged them, which happens as long as the client reads, however slowly.
+The kernel counts acknowledged bytes; on systems where it does not, the size of the transport's buffer is used. Writes
+need no extra work: each connection is checked once a second, and the check of an idle connection is a single call.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from math import inf
 
 STALL_S = 30.0  # a request whose client has read nothing for this long is ended
 UNREAD_S = 2.0  # how long an abort, a pause or a shutdown waits for a client that reads nothing
-LEAST_S = 0.05  # how long an abort waits for clients at least, even if the engines answered after its deadline
+LEAST_S = 0.05  # the shortest time that an abort waits for clients, even if the engines answered after its deadline
 POLL_S = 0.25  # how often a wait checks its clients
 
-BYTES_ACKED = struct.Struct("=120xQ")  # in Linux's struct tcp_info
+BYTES_ACKED = struct.Struct("=120xQ")  # the field tcpi_bytes_acked in Linux's struct tcp_info
 
 
 class Outflow:
@@ -30,10 +30,13 @@ class Outflow:
     def __init__(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         self._mark: int | None = None
-        self._since_s = -inf  # set before it is read
+        self._since_s = -inf  # time of the last progress; always set before it is read
 
     def stalled_s(self, now_s: float) -> float:
-        """How long bytes have been buffered without progress, as observed by calls of this method; 0 if none are."""
+        """Return for how long buffered bytes have made no progress; 0 if no bytes are buffered.
+
+        Progress is measured between calls of this method.
+        """
         before, self._mark = self._mark, self._progress()
         if self._mark is None:
             return 0.0
@@ -61,8 +64,10 @@ def _acknowledged(connection: socket.socket | None) -> int | None:
 
 
 async def await_readers(ends: Mapping[asyncio.Future[None], asyncio.Transport | None], timeout_s: float) -> None:
-    """Wait for these ends of requests, given with their clients' connections. A client that reads nothing is waited for
-    at most UNREAD_S."""
+    """Wait until these requests have ended, each given with its client's connection; at most `timeout_s`.
+
+    For a client that reads nothing, the wait is at most UNREAD_S.
+    """
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + timeout_s
     waiting = {end: None if transport is None else Outflow(transport) for end, transport in ends.items()}

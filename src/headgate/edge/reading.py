@@ -14,7 +14,7 @@ CONTROL_VALUES = 1 << 20  # the most values in the body of a control call
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The optional body of a request as an object, not validated yet."""
+    """Return the body of a request as an object, empty without a body. The fields are not validated yet."""
     body = await request.body()
     if len(body) > LARGE_BYTES and body.count(b",") > CONTROL_VALUES:
         raise RequestError(f"the body has more than {CONTROL_VALUES} values", code="too_many_values")

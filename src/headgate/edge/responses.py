@@ -19,7 +19,7 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
 
 
 def refusal_of(error: HTTPException, scope: Scope) -> RequestError:
-    """An error of Starlette's routing, as one of ours."""
+    """Convert an error of Starlette's routing to a RequestError."""
     if error.status_code == 404:
         return NotFound(f"there is nothing at {scope['path']}; /openapi.json lists all paths")
     if error.status_code == 405:

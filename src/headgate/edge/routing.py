@@ -1,7 +1,7 @@
 """Builds routes from declared operations and their handlers.
 
-A handler is `async def name(request) -> Response` and raises errors. It is called directly, without Starlette's exception
-layers, each of which would wrap `send` once more for every streamed token.
+A handler is `async def name(request) -> Response` and raises errors. It is called directly, without Starlette's
+exception layers, each of which would wrap `send` once more for every streamed token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoint:
-    """A handler as an ASGI app."""
+    """Wraps a handler as an ASGI app."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -30,7 +30,7 @@ class Endpoint:
 
 
 def routes_of(operations: Iterable[Operation], handlers: Mapping[Operation, Handler]) -> list[Route]:
-    """One route per path, in the order of `operations`. Raises unless `handlers` has exactly these operations."""
+    """Return one route per path, in the order of `operations`. Raises unless `handlers` has exactly those."""
     paths: dict[str, dict[str, Handler]] = {}
     for operation in _paired(operations, handlers):
         paths.setdefault(operation.path, {})[operation.method] = handlers[operation]
@@ -42,7 +42,7 @@ def _paired(operations: Iterable[Operation], handlers: Mapping[Operation, Handle
     if missing := [str(operation) for operation in declared if operation not in handlers]:
         raise ValueError(f"no handler for {', '.join(missing)}")
     if extra := [str(operation) for operation in handlers if operation not in declared]:
-        raise ValueError(f"a handler for {', '.join(extra)}, which is not declared here")
+        raise ValueError(f"there is a handler for {', '.join(extra)}, which is not declared here")
     return declared
 
 
@@ -53,7 +53,10 @@ def _route(path: str, handlers: Mapping[str, Handler]) -> Route:
 
 
 def _by_method(handlers: Mapping[str, Handler]) -> Handler:
-    """One handler for all methods of a path. With two routes, the first would answer 405 to the methods of the second."""
+    """Return one handler for all methods of a path.
+
+    A path has one route: if it had two, the first would answer 405 to the methods of the second.
+    """
 
     async def choose(request: Request) -> Response:
         # Starlette adds HEAD to routes with GET.

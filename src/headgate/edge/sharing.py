@@ -1,7 +1,8 @@
 """Determines the parties that share a server's capacity: tenants and, for callers without a key, network addresses.
 
 There is more than one party if there are several keys, if a router forwards the name of a tenant, or once a second
-address uses capacity. Until then no capacity is reserved for others. A probe, a scrape or a control call uses none.
+address uses capacity. Until then no capacity is reserved for others. Probes, scrapes of metrics and control calls use
+no capacity.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Sharing:
         self._first: str | None = None
 
     def name(self, tenant: str, peer: str | None, *, admin: bool = False) -> str:
-        """The name of the share that a request uses."""
+        """Return the name of the share that a request uses."""
         if tenant and not admin and tenant not in self._known:
-            self.several = True  # a router forwarded the name, and has more tenants
+            self.several = True  # a router forwarded the name, so there are other tenants
         return tenant or network(peer or "")
 
     def takes(self, share: str) -> None:
@@ -35,7 +36,7 @@ class Sharing:
 
 @lru_cache(1024)
 def network(address: str) -> str:
-    """The network that identifies the client at `address`."""
+    """Return the network that identifies the client at `address`."""
     try:
         parsed = ip_address(address)
     except ValueError:

@@ -1,13 +1,13 @@
 """Writes one HTTP response, complete or as server-sent events, to a client that may disconnect at any time.
 
-A `WriterResponse` runs its work while it watches the connection; when the client disconnects, the work is cancelled. The
-response starts with the first byte of the answer, so a refusal before that has its own status.
+A `WriterResponse` runs its work while it watches the connection; when the client disconnects, the work is cancelled.
+The response starts with the first byte of the answer, so an error before that can still set the status.
 
-Events are written directly to ASGI, one `send` each. A stream is never silent for longer than `keep_alive_s`: comments fill
-the gaps. Clients skip them, and proxies see activity.
+Events are written directly to ASGI, one `send` each. A stream is never silent for longer than `keep_alive_s`:
+comments fill the gaps. Clients ignore comments, and proxies see that the connection is in use.
 
-The HTTP server puts two entries into `scope["state"]`: TRANSPORT, the connection; and STALLED, when it has closed the
-connection because the client did not read.
+The HTTP server puts two entries into `scope["state"]`: TRANSPORT, the connection; and STALLED, set if it has closed
+the connection because the client did not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ResponseWriter:
     """Writes the response to one request."""
 
     def __init__(self, send: Send, transport: asyncio.Transport | None = None) -> None:
-        self._send = self.raw = send  # raw: for a complete ASGI response
+        self._send = self.raw = send  # `raw` is for a complete ASGI response that writes itself
         self.transport = transport  # the client's connection, if the response waits for the client to read
         self.on_left: Callable[[Cause], None] | None = (
             None  # called when the client disconnects, before the cancellation
@@ -44,7 +44,7 @@ class ResponseWriter:
         self.headers: list[tuple[bytes, bytes]] = []  # additional headers
         self.started = False
         self.ended = False
-        self.given_back = False  # another server must continue the answer, so a retry must not replay it as complete
+        self.given_back = False  # the answer is incomplete and another server must continue it
 
     async def send_json(self, body: bytes, status: int = 200) -> None:
         length = str(len(body)).encode()
@@ -100,7 +100,7 @@ class WriterResponse(Response):
     """A response that `work` writes; `work` is cancelled if the client disconnects."""
 
     def __init__(self, work: Callable[[ResponseWriter], Awaitable[None]]) -> None:
-        self._work = work  # no field of Response is used; handlers must return a Response, hence the base class
+        self._work = work  # the fields of the base class are unused; handlers must return a Response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.get("state", {})

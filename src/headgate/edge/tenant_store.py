@@ -1,7 +1,7 @@
-"""A bounded store that tenants share. When it is full, the oldest entry of the tenant that uses most is dropped.
+"""A bounded store that tenants share. When it is full, the oldest entry of the tenant that uses the most is dropped.
 
-A tenant that uses no more than its share therefore never loses an entry to another tenant. Every call takes constant time,
-except for a `put` that drops entries, which scans the tenants once.
+A tenant that uses no more than its share therefore never loses an entry to another tenant. Every call takes constant
+time, except for a `put` that drops entries, which scans the tenants once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Share(Generic[V]):
 
 
 class TenantStore(Generic[V]):
-    """Values by tenant and key."""
+    """A store of values by tenant and key."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -66,7 +66,7 @@ class TenantStore(Generic[V]):
         return key, share.entries[key][0]
 
     def next_tenant(self) -> str | None:
-        """Returns the tenants in turn: repeated calls visit all of them."""
+        """Return the tenants in turn: repeated calls visit all of them."""
         if not self._tenants:
             return None
         tenant = next(iter(self._tenants))

@@ -69,7 +69,7 @@ class ControlPlane:
         self.app = GatedApp(self._routes(), partial(Gate, keys=router.keys, respond=_error_answer))
 
     async def run(self) -> None:
-        """Bring workers that come back up to date, and remove those whose heartbeats stop."""
+        """Bring returning workers up to date, and remove workers whose heartbeats stop, until cancelled."""
         catch_up = CatchUp(self._router, self.controls, self.weights)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -286,7 +286,7 @@ def _number(request: Request, name: str, default: float) -> float:
 
 
 def _control_answer(request: Request, result: RouterResult) -> Response:
-    """200 if all workers have carried out the call, 202 if one has not yet."""
+    """Respond with 200 if all workers have carried out the call, with 202 if some have not yet."""
     done = all(outcome.error is msgspec.UNSET for outcome in result.workers.values())
     log.info("%s: %s: the fleet is now %s", request.state.request_id, request.url.path, result.state)
     return _answer(request, result, done=done)
@@ -306,7 +306,7 @@ def _error_answer(error: BaseException, request_id: str) -> Response:
 
 
 def _partial_answer(error: Partial, request_id: str) -> Response:
-    """An error body with the outcome of each worker added."""
+    """Respond with an error body that also has the outcome of each worker."""
     error_fields = msgspec.json.decode(error_body(error, request_id))
     body = {**error_fields, "request_id": request_id, "status": "failed", "result": error.result}
     return Response(encode(body), error.status, error_headers(error), media_type="application/json")

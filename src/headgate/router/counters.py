@@ -14,7 +14,7 @@ OUTCOMES = {Answered: "answered", Streamed: "streamed", Withheld: "veiled", Lost
 class RouterCounters:
     def __init__(self) -> None:
         self.requests = 0
-        self.retries = 0  # attempts after one without output
+        self.retries = 0  # attempts that follow an attempt without output
         self.resumes = 0  # answers resumed at another worker
         self.aborts_ignored = 0  # aborts that named no request
         self.prefills_lost = 0  # prompts computed by the decode worker because no ticket came

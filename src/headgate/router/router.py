@@ -59,7 +59,7 @@ JOURNALLED = frozenset(
 KEEP_ALIVE_S = 10.0
 SESSION_HEADERS = (b"x-session-id", b"x-smg-routing-key", b"x-routing-key")  # the first one given counts
 REFRESH_INTERVAL_S = 0.1  # least time between two rounds of probes for requests that would be refused as paused
-RETURNING = ("starting", "stopping", "down", "outdated")  # states that workers leave without a caller's resume
+RETURNING = ("starting", "stopping", "down", "outdated")  # states that workers may leave without a resume
 AWAITED = (*RETURNING, "ready")  # states of workers that are worth waiting for
 
 Key = tuple[str, str, int]  # tenant, id, and the number of a retry that attaches to the running request; otherwise 0
@@ -121,7 +121,7 @@ class Router:
             return None
 
     def _caller(self, head: Head) -> Caller:
-        """The checks of the control plane's gate, in the same order."""
+        """Return the caller of a request, after the same checks as in the control plane's gate, in the same order."""
         ids.given(head.headers)
         caller = self.keys.caller(head.path, head.headers)
         if head.method != "POST":
@@ -129,7 +129,7 @@ class Router:
         return caller
 
     def _id_of_refused(self, head: Head) -> str:
-        """The id of a request that is refused."""
+        """Return the id of a request that is refused."""
         try:
             return ids.given(head.headers) or self._ids.draw()
         except RequestError:
@@ -156,7 +156,7 @@ class Router:
         if key in self.live:
             if exchange.request.header(b"idempotency-key") is None:
                 raise DuplicateId(f"a request with the id {exchange.id!r} is running", param="request_id")
-            # A retry. Its worker attaches it to the running request.
+            # This is a retry by the client; the worker attaches it to the running request.
             key = exchange.tenant, exchange.id, next(self._retries)
         exchange.key = key
         self.live[key] = exchange
@@ -173,7 +173,7 @@ class Router:
     # -- placement --------------------------------------------------------------------
 
     async def place(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
-        """Wait for a placement for the next attempt; None if waiting is of no use."""
+        """Wait for a placement for the next attempt; None if no worker can become ready."""
         backoff_s = retry_state.backoff_s
         while not self.holding or await self._resumed(exchange, retry_state):
             if backoff_s:
@@ -184,20 +184,20 @@ class Router:
         return None
 
     async def _resumed(self, exchange: Exchange, retry_state: RetryState) -> bool:
-        """Wait until the fleet is resumed. Returns False if the request does not wait and is answered now."""
+        """Wait until the fleet is resumed. Returns False at once if the request does not wait out the pause."""
         while self.holding and exchange.waits_out_a_pause(retry_state, queueing=self.queueing):
             if not await self.fleet_changed(KEEP_ALIVE_S):
                 exchange.keep_alive()
         return not self.holding
 
     async def admit(self, exchange: Exchange) -> None:
-        """Wait until a request without an attempt may be in flight."""
+        """Wait until the limit on requests in flight admits a new request."""
         if self.holding and not (self.queueing or exchange.held):
             raise self.no_worker()
         await self.admission.enter(exchange.tenant, exchange.keep_alive, KEEP_ALIVE_S)
 
     def hold(self, *, queue: bool, mode: PauseMode = "freeze") -> tuple[Exchange, ...]:
-        """Place no requests from now on: the fleet is paused. Returns the requests that were accepted before."""
+        """Stop placing requests, because the fleet is paused. Returns the requests that were accepted before."""
         self.holding, self.queueing = True, queue
         accepted = tuple(self.live.values())
         for exchange in accepted:
@@ -213,7 +213,7 @@ class Router:
         self._fleet_changed()
 
     async def _wait_for_placement(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
-        """A placement as soon as a worker is ready; None at the timeout or if the fleet is paused meanwhile."""
+        """Wait for a ready worker and return a placement; None at the timeout or if the fleet is paused meanwhile."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.patience_s):
                 while not self.holding:
@@ -228,16 +228,16 @@ class Router:
         return None
 
     def _needs_refresh(self, retry_state: RetryState) -> bool:
-        """Whether the request would be refused because of a probe that may be outdated and showed a foreign pause."""
+        """Whether the request would be refused because of an old probe, which showed a pause by another caller."""
         known = retry_state.last is not None or any(worker.state == "paused" for worker in self.fleet)
         return known and retry_state.would_report_a_pause and not retry_state.probed
 
     async def _refresh(self, retry_state: RetryState) -> None:
-        """Probe the workers again. In a rolling update, workers that are already updated run again."""
+        """Probe the workers again, because workers that were paused may run again, such as after a rolling update."""
         retry_state.probed = True
         began_s = self.loop.time()
         async with self._refreshing:
-            if self._refreshed_s < began_s:  # otherwise another request has refreshed them meanwhile
+            if self._refreshed_s < began_s:  # unless another request has refreshed them meanwhile
                 await asyncio.sleep(self._refreshed_s + REFRESH_INTERVAL_S - self.loop.time())
                 self._refreshed_s = self.loop.time()
                 await self._probe_doubtful()
@@ -251,24 +251,24 @@ class Router:
         await asyncio.gather(*map(self.probe, doubtful))
 
     def _is_worth_waiting(self, exchange: Exchange, retry_state: RetryState) -> bool:
-        """Whether a worker may become ready. The client should get the refusal of a paused worker."""
+        """Whether to wait until a worker becomes ready, instead of sending the client a paused worker's refusal."""
         if self.fleet.rolling and not retry_state.was_full:
             return True  # the worker that is being updated returns soon
         if exchange.overtaken:
             return True
-        if retry_state.rescheduled:  # room becomes free, also at a worker that another caller has paused briefly
+        if retry_state.rescheduled:  # KV memory becomes free, even at a worker that another caller has paused briefly
             return any(worker.state in (*AWAITED, "paused") for worker in self.fleet)
         if retry_state.last is not None and not (retry_state.may_return or was_kept_out(exchange, retry_state)):
-            # A partial answer is worth waiting for: another worker may return soon.
+            # A partial answer is worth a wait, because another worker may return soon.
             others = (worker for worker in self.fleet if worker not in retry_state.excluded)
             return retry_state.was_cut and any(worker.state in RETURNING for worker in others)
-        # A request whose worker was lost has no refusal to report, so it also waits for paused workers. So does one that
-        # waited through a pause: the worker has been resumed, and a probe is about to show it.
+        # A request whose worker was lost has no refusal to report, so it also waits for paused workers. So does a
+        # request that waited through a pause: the worker has been resumed, and a probe is about to show it.
         awaited = (*AWAITED, "paused") if retry_state.was_lost or exchange.kept else AWAITED
         return any(worker.state in awaited for worker in self.fleet)
 
     def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
-        """A placement on a worker that is ready, if there is one. `retry_state` describes the earlier attempts."""
+        """Return a placement on a ready worker; None if there is none. `retry_state` has the earlier attempts."""
         return self._chooser.choose(exchange, retry_state)
 
     def no_worker(self) -> RequestError:
@@ -311,7 +311,7 @@ class Router:
                 exchange.prefill_request.give_up(why)
 
     def last_byte_s(self, worker: Worker) -> float:
-        """When the worker last sent a byte in answer to a request."""
+        """Return when the worker last sent a byte in answer to a request."""
         now_s = self.loop.time()
         return max(
             (
@@ -394,9 +394,10 @@ class Router:
     # -- credentials ------------------------------------------------------------------
 
     def credentials(self, worker: Worker, headers: Headers, tenant: str | None) -> Headers:
-        """The client's own key where workers check keys; otherwise the worker's key and the tenant.
+        """Return the headers that authenticate a call to a worker.
 
-        `tenant` is the caller's, empty without a key; None for the router itself or an admin of the fleet.
+        They have the client's own key if workers check keys, otherwise the worker's key and the tenant. `tenant` is
+        the caller's, empty without a key; None for the router itself or an admin of the fleet.
         """
         is_headgate = worker.kind in ("headgate", "unknown")
         key = worker.key or (self.config.worker_key if is_headgate else None)
@@ -416,5 +417,5 @@ def _id_header(request: HttpRequest) -> str | None:
 
 def checked_id(id: str) -> str:
     if ids.checked(id, "request_id").endswith(PREFILL):
-        raise RequestError(f"must not end with {PREFILL}, which names the prefill of a request", param="request_id")
+        raise RequestError(f"request_id must not end with {PREFILL}, which is reserved", param="request_id")
     return id

@@ -1,4 +1,4 @@
-"""A router process from start to end: listen, probe the workers, relay, drain, exit."""
+"""Runs a router process from start to end: listens, probes the workers, relays requests, drains, exits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Announce = Callable[[str, list[str]], None]
 
 
 def run_router(config: RouteConfig, listener: socket.socket, version: str, announce: Announce) -> None:
-    """Route until a signal arrives."""
+    """Run a router until a signal arrives."""
     fast_path = prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(route(config, listener, version, announce, fast_path))

@@ -1,7 +1,8 @@
 """Selects the worker for a request: by Idempotency-Key, or by the policy for the wanted role.
 
-A disaggregated fleet answers at a decode worker. A long prompt that is mostly missing from that worker's cache also
-gets a prefill worker. The chosen workers' load and the prefix index include the request from then on (`Placement`).
+In a disaggregated fleet, a decode worker answers. If the prompt is long and mostly missing from that worker's cache,
+a prefill worker computes it. From then on, the load of the chosen workers and the prefix index include the request
+(`Placement`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from headgate.router.fleet.policy import POLICIES, Policy
 from headgate.router.fleet.prefix_index import Match, Path, PrefixIndex, WorkerPrefix
 from headgate.router.fleet.worker import Worker
 
-# Paths with which headgate workers take `export_kv` and `kv_ticket`.
+# Paths on which Headgate workers accept `export_kv` and `kv_ticket`.
 EXPORTING: Final = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
-MAX_KEYS: Final = 10_000  # Idempotency-Keys, each with the worker that has its answer
+MAX_KEYS: Final = 10_000  # most remembered Idempotency-Keys, each with the worker that has its answer
 
 
 class WorkerChooser:
@@ -70,7 +71,7 @@ class WorkerChooser:
         if path is not None and prefill is not None:
             visits.append(self._index.insert(path, prefill))
         if key is not None:
-            # Before the request ends: a client that leaves may ask again before then.
+            # Stored before the request ends, because a client that disconnects may retry before that.
             self._keyed.put(exchange.tenant, key, worker)
         self._counters.chosen[reason] += 1
         found = match.found.get(worker)
@@ -79,11 +80,11 @@ class WorkerChooser:
     def _remaining(
         self, role: WantedRole, exchange: Exchange, retry_state: RetryState, resuming: bool
     ) -> tuple[Worker, ...]:
-        """The candidates after earlier attempts."""
+        """Return the candidates for an attempt that follows earlier ones."""
         model = exchange.info.model
         workers = self._candidates(role, model, retry_state.excluded, resuming)
         if not workers and not retry_state.rescheduled:
-            # Any other worker is preferred to one that has failed.
+            # A worker of any role is preferred to one that has failed.
             workers = self._candidates("any", model, retry_state.excluded, resuming)
         if not workers and (self._fleet.rolling or _may_return(exchange, retry_state)):
             # Workers that failed, or that were full or paused, may have recovered.
@@ -107,14 +108,14 @@ class WorkerChooser:
         return path, self._index.match(path)
 
     def _keyed_worker(self, tenant: str, key: bytes, workers: tuple[Worker, ...]) -> Worker | None:
-        """The candidate that has the answer of an Idempotency-Key, or is computing it."""
+        """Return the candidate that has or computes the answer for an Idempotency-Key; None if there is none."""
         worker = self._keyed.get(tenant, key)
         return worker if worker in workers else None
 
     def _prefill_worker(
         self, worker: Worker, info: RequestInfo, match: Match, retry_state: RetryState | None
     ) -> Worker | None:
-        """Another worker for the prompt, unless the prompt is short or `worker` has most of it cached."""
+        """Return another worker to compute the prompt; None if the prompt is short or mostly cached by `worker`."""
         missing = _missing_tokens(info, match.found.get(worker))
         if worker.kind != "headgate" or info.n > 1 or missing < self._config.disaggregate_tokens:
             return None
@@ -132,7 +133,7 @@ class WorkerChooser:
 
 
 def _missing_tokens(info: RequestInfo, found: WorkerPrefix | None) -> int:
-    """Prompt tokens that are not in a worker's cache, as far as the router knows."""
+    """Return the number of prompt tokens that are not in a worker's cache, as far as the router knows."""
     return info.tokens if found is None else int(info.tokens * (1 - found.size / len(info.prompt)))
 
 

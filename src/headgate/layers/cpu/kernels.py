@@ -104,7 +104,7 @@ class Kernels:
     def linear_silu_mul(
         self, x: Tensor, packed: Tensor, N: int, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """`silu(gate) * up` of a packed pair, rounded like torch's eager operations. `bias` is `[2 N]`, gate first."""
+        """`silu(gate) * up` of a packed pair, rounded like torch's eager operations; `bias` is `[2N]`, gate first."""
         result: Tensor = self._set.linear_silu_mul(x, packed, N, bias, out)
         return result
 

@@ -1,8 +1,9 @@
-"""Aborts requests wherever they are, and reports what became of each.
+"""Aborts requests wherever they are, and reports the outcome for each.
 
-The router asks the worker that has a request to end it. It asks all workers about an id that it does not know, which
-another router may have placed. A request that was asked to end is not retried or resumed. A request that waits here,
-is between two workers, or is at a worker without this call ends in the router.
+The router asks the worker that has a request to end it. If the router does not know an id, another router may have
+placed the request, so all workers are asked. Once its end was requested, a request is neither retried nor resumed.
+The router itself ends a request that waits in the router, is between two workers, or is at a worker without an abort
+call.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NOT_ENDED = "it was asked to end and has not ended yet"
+NOT_ENDED = "its end was requested, but it has not ended yet"
 
 Names = Sequence[str] | None  # ids of requests that a worker is asked to end; None for all that it has
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedTarget:
-    """A request of this router, or one of its choices, under the name that the caller used."""
+    """A request of this router, or one choice of a request, under the name that the caller used."""
 
     name: str
     exchange: Exchange
@@ -67,7 +68,7 @@ class _Tagged(msgspec.Struct):
 
 
 def find(router: Router, tenants: Collection[str], name: str) -> list[RoutedTarget]:
-    """Find a request by name. Several are found only if several of these tenants use the same name."""
+    """Find requests by name. There are several only if several of these tenants use the same name."""
     for label, choice in readings(name):
         named = [e for tenant in tenants if (e := router.live.get((tenant, label, 0))) is not None]
         if found := [RoutedTarget(name, e, choice) for e in named if choice is None or choice < e.info.n]:
@@ -76,7 +77,7 @@ def find(router: Router, tenants: Collection[str], name: str) -> list[RoutedTarg
 
 
 def tenants_of(router: Router, caller: Caller) -> Collection[str]:
-    """The tenants whose requests the caller may name: an admin may name those of all tenants with requests here."""
+    """Return the tenants whose requests the caller may name: for an admin, all tenants with requests here."""
     return dict.fromkeys(e.tenant for e in router.live.values()) if caller.admin else (caller.tenant,)
 
 
@@ -91,12 +92,12 @@ async def abort(router: Router, body: AbortRequest, caller: Caller, headers: Cal
     due_s = began_s + body.timeout
     _end_here(targets, body.cause)
     merged = MergedAborts(_holders(targets))
-    # Concurrent with the calls, because the workers wait for the same clients.
+    # This wait runs beside the calls to workers, because the workers wait for the same clients.
     waiting = router.loop.create_task(_wait_ended(targets, body.timeout))
     try:
         await _ask_workers(router, _ids_to_end(router, body, targets, unknown), body, headers, body.timeout, merged)
         if body.req_ids is None and (left_s := due_s - router.loop.time()) > 0:
-            # By id, because a worker reports the ids that it does not know.
+            # The second call names ids, because a worker then reports those that it does not know.
             await _ask_workers(router, _ids_by_worker(_unreported(targets, merged)), body, headers, left_s, merged)
         late = _end_overtaken(targets, merged.unknown)
         targets += (arrived := _end_arrived(router, caller, merged, targets, body.cause, began_s))
@@ -116,7 +117,7 @@ def _named(router: Router, caller: Caller, names: Iterable[str]) -> tuple[list[R
 
 
 def _matching(router: Router, caller: Caller, tags: Any) -> list[RoutedTarget]:
-    """The caller's requests in this router, or those with these tags."""
+    """Return the caller's requests in this router; only those with these tags, if tags are given."""
     wanted = (tags or {}).items()
     mine = [exchange for exchange in router.live.values() if caller.sees(exchange.tenant)]
     return [RoutedTarget(e.id, e) for e in mine if not wanted or wanted <= _tags(e).items()]
@@ -130,7 +131,7 @@ def _tags(exchange: Exchange) -> dict[str, str]:
 
 
 def _end_here(targets: Iterable[RoutedTarget], cause: AbortCause) -> None:
-    """End requests that no worker can be asked to end. Mark the others as ending, so that they are not retried."""
+    """End requests that no worker can be asked to end. Mark all others as ending, so that they are not retried."""
     for target in targets:
         exchange, whole = target.exchange, target.choice is None or target.exchange.info.n == 1
         if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
@@ -140,7 +141,7 @@ def _end_here(targets: Iterable[RoutedTarget], cause: AbortCause) -> None:
 
 
 def _end_overtaken(targets: Iterable[RoutedTarget], unknown: Collection[str]) -> list[RoutedTarget]:
-    """End requests that their worker does not know: the abort overtook the request on its way to the worker."""
+    """End requests that their worker does not know, because the abort arrived there before the request."""
     overtaken = [target for target in targets if target.name in unknown and target.exchange.end_pending]
     for target in overtaken:
         target.exchange.end()
@@ -187,7 +188,7 @@ def _left_workers(
 def _ids_to_end(
     router: Router, body: AbortRequest, targets: Sequence[RoutedTarget], unknown: Sequence[str]
 ) -> Mapping[Worker, Names]:
-    """The ids that each worker is asked to end."""
+    """Return the ids that each worker is asked to end."""
     all_workers = [worker for worker in router.fleet if worker.kind in ("headgate", "unknown")]
     names = _ids_by_worker(targets)
     if body.req_ids is None:
@@ -231,7 +232,7 @@ def _ids_by_worker(targets: Iterable[RoutedTarget]) -> defaultdict[Worker, list[
 
 
 def _holders(targets: Iterable[RoutedTarget]) -> dict[str, set[str]]:
-    """The addresses of the workers that have requests now, by name of the request."""
+    """Map the name of each request to the addresses of the workers that have it now."""
     holders: defaultdict[str, set[str]] = defaultdict(set)
     for target in targets:
         worker = target.exchange.worker
@@ -240,7 +241,7 @@ def _holders(targets: Iterable[RoutedTarget]) -> dict[str, set[str]]:
 
 
 def _former_workers(router: Router, exchange: Exchange) -> list[Worker]:
-    """Former workers that may still compute the request: with an `Idempotency-Key` they do, without a reader."""
+    """Return former workers that may still compute the request: with an `Idempotency-Key` they finish it."""
     if not exchange.departures or exchange.request.header(b"idempotency-key") is None:
         return []
     urls = {each.worker for each in exchange.departures}
@@ -248,7 +249,7 @@ def _former_workers(router: Router, exchange: Exchange) -> list[Worker]:
 
 
 def _unreported(targets: Iterable[RoutedTarget], merged: MergedAborts) -> list[RoutedTarget]:
-    """Requests that were on their way to a worker when it was asked to end all its requests."""
+    """Return requests that were on their way to a worker when it was asked to end all its requests."""
     silent = {reply.worker.url for reply in merged.silent}
     unnamed = [target for target in targets if not target.exchange.over and not merged.reports_on(target.name)]
     return [target for target in unnamed if (worker := target.exchange.worker) is None or worker.url not in silent]
@@ -257,7 +258,7 @@ def _unreported(targets: Iterable[RoutedTarget], merged: MergedAborts) -> list[R
 async def end_at_removed_workers(
     router: Router, exchanges: Sequence[Exchange], cause: AbortCause, caller: CallerHeaders, timeout_s: float
 ) -> set[Exchange]:
-    """End requests at removed workers, which a pause of the fleet does not reach. Returns what they have ended."""
+    """End requests at removed workers, which a pause of the fleet does not reach. Returns the ended requests."""
     targets = [RoutedTarget(exchange.id, exchange) for exchange in exchanges]
     for exchange in exchanges:
         exchange.ask_end(cause)
@@ -284,7 +285,7 @@ class MergedAborts:
         self.silent: list[WorkerReply] = []
         self.aborted: dict[str, list[int]] = {}  # output token counts; several if tenants use the same name
         self.finished: set[str] = set()
-        self.unknown: set[str] = set()  # at the workers that were asked
+        self.unknown: set[str] = set()  # names that the workers which were asked do not know
         self.errors: dict[str, AbortError] = {}
         self.accepted: dict[str, None] = {}
         self.enders: defaultdict[str, set[str]] = defaultdict(set)  # addresses of workers that have ended it, or will
@@ -341,7 +342,7 @@ class MergedAborts:
             result.errors.append(AbortError(name, "not_told", UNREAD if unread else NOT_ENDED))
         elif (
             target is not None and target.exchange.cut
-        ):  # the worker may have generated more tokens, which the client was not sent
+        ):  # the worker may have generated more tokens than the client was sent
             result.aborted.append(AbortedRequest(name, target.exchange.journal.tokens))
         elif name in self.aborted:
             counts = self.aborted[name]

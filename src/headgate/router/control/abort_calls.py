@@ -12,7 +12,7 @@ from headgate.router.control.fan_out import KEYS, CallerHeaders, WorkerCall, Wor
 from headgate.router.data_path.upstream import Headers
 from headgate.router.fleet.worker import Worker
 
-FORMER_S = 5.0  # timeout for ending a former attempt
+FORMER_S = 5.0  # timeout of the call that ends a former attempt
 
 encode = msgspec.json.Encoder().encode
 
@@ -26,7 +26,7 @@ def abort_call(body: dict[str, Any]) -> WorkerCall:
 
 
 async def end_former(calls: WorkerCalls, worker: Worker, id: str, tenant: str, headers: Headers) -> None:
-    """End a former attempt. With an `Idempotency-Key` its worker would complete the request, and keep the answer."""
+    """End a former attempt, which its worker would otherwise complete if the request has an `Idempotency-Key`."""
     keys = tuple(header for header in headers if header[0] in KEYS)
     call = abort_call({"req_ids": [id], "wait": True, "timeout": FORMER_S, "cause": "superseded"})
     await calls.ask(worker, call, CallerHeaders(tenant, keys), FORMER_S + 1)

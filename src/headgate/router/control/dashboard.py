@@ -38,7 +38,7 @@ class RouterSource:
         workers = router.fleet.everyone
         sources = {"router": _own_counts(router)}
         for worker, report in numbers.items():
-            # Requests are counted by the router; at the workers, a request that has moved counts twice.
+            # The router counts requests, because the workers' counts include a request that has moved twice.
             sources[f"{worker.url}/"] = replace(report.counts, requests=0)
             sources |= {f"{worker.url}/{engine.engine}": engine.counts for engine in report.engines}
         return FleetView(
@@ -62,7 +62,7 @@ class RouterSource:
 
 
 def _read(reply: WorkerReply) -> Numbers | None:
-    """None if the worker does not answer, or has an older version without this call."""
+    """Return the worker's numbers; None if it does not answer, or is an older version without this call."""
     try:
         return decode(reply.body) if reply.ok else None
     except msgspec.MsgspecError:
@@ -105,7 +105,7 @@ def _member_view(worker: Worker, report: Numbers | None) -> MemberView:
     details = dict.fromkeys(engine.detail for engine in report.engines if engine.detail)
     view.detail = ", ".join([*details, *([f"{len(report.engines)} engines"] if len(report.engines) > 1 else [])])
     if worker.state == "paused":
-        view.state = state_of(report)  # which distinguishes more states
+        view.state = state_of(report)  # the report distinguishes more states than the router does
     return view
 
 

@@ -1,7 +1,7 @@
 """Sends a control call to many workers at once, each with its own timeout, and returns one reply per worker.
 
-A worker's answer is decoded here, as the type that the call names. An answer of another shape is an error of that
-worker. Workers that are down are not asked, and a worker that goes down during the call is not waited for, so a
+A worker's answer is decoded here, as the type that the call names. An answer of another type is reported as an error
+of that worker. Workers that are down are not asked, and the call stops waiting for a worker that goes down, so a
 failed worker delays the result by at most the timeout.
 """
 
@@ -25,8 +25,8 @@ from headgate.router.fleet.worker import Worker
 
 IS_DOWN = "it is down"
 WENT_DOWN = "it went down before it had answered"
-SLACK_S = 0.85  # that a call may take beyond its timeout; servers use 0.7 s of it
-MAX_MESSAGE_CHARS = 1000  # of a worker's error
+SLACK_S = 0.85  # how much longer than its timeout a call may take; servers use 0.7 s of it
+MAX_MESSAGE_CHARS = 1000  # longest error message of a worker that is passed on
 BAD_GATEWAY = 502
 KEYS = (b"authorization", b"x-api-key")
 
@@ -37,7 +37,7 @@ Order = tuple[tuple[bytes, bytes], ...]
 class CallerHeaders:
     """The caller's identity, passed on to workers that check keys themselves."""
 
-    tenant: str | None = None  # empty for a caller without a key; None for the router itself or an admin of the fleet
+    tenant: str | None = None  # empty for a caller without a key; None for the router itself or an admin
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     @classmethod
@@ -51,8 +51,8 @@ class WorkerCall:
     method: str
     path: str
     body: bytes = b""
-    reads: Any = None  # the type of its answer; None if the answer is passed on unread
-    order: Order = ()  # headers that order it among the calls of this router
+    reads: Any = None  # the type of the answer; None if the answer is passed on without decoding
+    order: Order = ()  # headers that give its position among the calls of this router
 
 
 def call_of(operation: Operation, body: bytes = b"", reads: Any = None, order: Order = ()) -> WorkerCall:
@@ -76,23 +76,23 @@ class WorkerReply:
     """A worker's answer, or the reason why there is none."""
 
     worker: Worker
-    status: int = 0  # 0 if it did not answer
+    status: int = 0  # 0 if the worker did not answer
     body: bytes = b""
-    why: str = ""  # why it did not answer, or why its answer cannot be read
-    answer: Any = None  # decoded, as the type that the call names
-    boot_id: str | None = None  # of the worker at the time of the answer
+    why: str = ""  # why the worker did not answer, or why its answer cannot be read
+    answer: Any = None  # the decoded answer, of the type that the call names
+    boot_id: str | None = None  # the worker's boot id at the time of the answer
 
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
 
     def fields(self) -> dict[str, msgspec.Raw]:
-        """The top-level fields of an answer, to be passed on with others added."""
+        """The top-level fields of the answer, undecoded, so that they can be passed on with others added."""
         fields: dict[str, msgspec.Raw] = msgspec.json.decode(self.body, type=dict[str, msgspec.Raw])
         return fields
 
     def items(self, name: str) -> list[msgspec.Raw]:
-        """The items of one of its lists."""
+        """Return the items of the list field `name` of the answer, undecoded."""
         items: list[msgspec.Raw] = msgspec.json.decode(self.fields()[name], type=list[msgspec.Raw])
         return items
 
@@ -158,7 +158,7 @@ class WorkerCalls:
             status, reply_headers, body = await call(
                 pool, request.method, request.path, request.body, headers=headers, timeout_s=timeout_s
             )
-        except (WorkerLost, KeyError) as error:  # KeyError: it was removed meanwhile
+        except (WorkerLost, KeyError) as error:  # KeyError: the worker was removed meanwhile
             return WorkerReply(worker, why=str(error) if isinstance(error, WorkerLost) else "it has left the fleet")
         if (boot := reply_headers.get(BOOT_HEADER)) is not None:
             self._fleet.set_boot_id(worker, boot)
@@ -174,7 +174,7 @@ def read_reply(reply: WorkerReply, kind: Any) -> WorkerReply:
     if kind is None or not reply.ok:
         return reply
     try:
-        reply.body.decode()  # fields that are not decoded may still be passed on
+        reply.body.decode()  # checks the whole body, because undecoded fields may be passed on
         return replace(reply, answer=msgspec.json.decode(reply.body, type=kind))
     except UNREADABLE as error:
         return WorkerReply(
@@ -183,7 +183,7 @@ def read_reply(reply: WorkerReply, kind: Any) -> WorkerReply:
 
 
 def all_refuse(replies: Iterable[WorkerReply]) -> bool:
-    """Whether every worker that could be asked refused the call, so that it has no effect."""
+    """Whether every worker that could be asked refused the call, so that the call has no effect."""
     asked = [reply for reply in replies if reply.status or reply.worker.state not in ("down", "starting")]
     return bool(asked) and all(reply.status >= 400 and not reply.why for reply in asked)
 
@@ -193,5 +193,5 @@ def to_all(workers: Iterable[Worker], request: WorkerCall) -> dict[Worker, Worke
 
 
 def of_kind(workers: Iterable[Worker], kinds: Collection[str]) -> list[Worker]:
-    """The workers of these kinds. A worker whose kind is not known yet is included, since it may be one of them."""
+    """Return the workers of these kinds, and those whose kind is not known yet."""
     return [worker for worker in workers if worker.kind in kinds or worker.kind == "unknown"]

@@ -21,7 +21,7 @@ ANSWERING = ("ready", "paused", "outdated", "draining", "stopping")
 
 
 def health(router: Router) -> tuple[bool, dict[str, Any]]:
-    """Healthy as long as one worker answers. A paused fleet is healthy."""
+    """Return whether the fleet is healthy, and details. It is if a worker answers, even if the fleet is paused."""
     answering = [worker for worker in router.fleet if worker.state in ANSWERING]
     status = "unhealthy" if not answering else "ok" if len(answering) == len(router.fleet) else "degraded"
     workers = [{"url": worker.url, "state": worker.state} for worker in router.fleet]
@@ -29,7 +29,7 @@ def health(router: Router) -> tuple[bool, dict[str, Any]]:
 
 
 def readiness(router: Router) -> tuple[bool, dict[str, Any]]:
-    """Whether the router would accept a request now."""
+    """Return whether the router would accept a request now, and details."""
     states = Counter(worker.state for worker in router.fleet)
     if router.draining:
         reason = "shutting down"
@@ -88,7 +88,7 @@ async def get_load(router: Router, caller: CallerHeaders) -> list[dict[str, Any]
 
 
 async def models(router: Router, caller: CallerHeaders) -> dict[str, msgspec.Raw]:
-    """The models of all workers, each once."""
+    """Return the models of all workers, each once."""
     workers: list[Worker] = [worker for worker in router.fleet if worker.state != "starting"]
     call = to_all(workers, call_of(MODELS, reads=ModelNames))
     found: dict[str, msgspec.Raw] = {}

@@ -1,9 +1,9 @@
 """Pauses, resumes, sleep and cache flushes of the whole fleet: the same operations as on one server, for all workers.
 
-A call is all or nothing for its caller: 200 if every worker has followed, 202 if workers that are down have yet to
-follow, and an error that names the others if a worker that is up did not follow (`results.py`). The latest pause is
-kept for workers that come back (`fleet/catch_up.py`). While weights or memory change (`weights.py`), no other control
-call starts.
+A call succeeds or fails as a whole. The status is 200 if every worker has carried it out, and 202 if only workers
+that are down have not. If a worker that is up has not, the answer is an error that names such workers (`results.py`).
+The latest pause is kept for workers that come back (`fleet/catch_up.py`). While weights or memory change
+(`weights.py`), no other control call starts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from headgate.router.exchange.relay import Exchange
     from headgate.router.router import Router
 
-CLIENT_WAIT_S = 2.0  # for clients to receive the ends of requests that workers have ended
-MIN_CLIENT_WAIT_S = 0.5  # also if a call has less time: the ends may be slower than the workers' replies
-MIN_TIMEOUT_S = 0.05  # that a worker has to answer
+CLIENT_WAIT_S = 2.0  # how long a call waits until clients have received the ends of aborted requests
+MIN_CLIENT_WAIT_S = 0.5  # shortest such wait, because ends may arrive after the workers' replies
+MIN_TIMEOUT_S = 0.05  # shortest time that a worker gets to answer
 
 ONLY_IF_OWN = ONLY_IF_HEADER.encode(), OWN.encode()
 ONLY_IF_RUNNING = ONLY_IF_HEADER.encode(), RUNNING.encode()
@@ -65,8 +65,8 @@ class FleetControls:
         self._name = secrets.token_hex(8)  # identifies this process to the workers
         self._orders = count(1)
         self.unanswered_resumes: dict[Worker, WorkerCall] = {}
-        self._pauses: list[PauseRequest] = []  # in effect, or may yet be refused by all workers; the last one counts
-        self.paused: set[Worker] = set()  # workers that have followed the pause
+        self._pauses: list[PauseRequest] = []  # pauses in effect or in progress; the last one counts
+        self.paused: set[Worker] = set()  # workers that have carried out the current pause
         self._fleet.on_restart = lambda worker: self.paused.discard(worker)
 
     # -- operations -------------------------------------------------------------------
@@ -84,7 +84,7 @@ class FleetControls:
                 calls = to_all(self._fleet, call)
             replies = await self._router.worker_calls.fan_out(calls, caller, self.remaining_s(due_s) + SLACK_S)
             async with self._not_resuming(due_s + SLACK_S):
-                if not self.conclude_pause(body, replies):  # the replies are outdated
+                if not self.conclude_pause(body, replies):  # a later call has made the replies outdated
                     return self._mark_pending(await self.status(caller, self.remaining_s(due_s)))
             ended = await self.end_accepted(body, accepted, caller, due_s + SLACK_S)
         result = self.merge(replies)
@@ -99,7 +99,7 @@ class FleetControls:
         return require_all(result, replies)
 
     def _mark_pending(self, result: RouterResult) -> RouterResult:
-        """The status after a pause that was replaced by a later one, which running workers have yet to follow."""
+        """Adjust the result of a pause that a later one has replaced: running workers must still follow the later."""
         for outcome in result.workers.values() if self.current_pause is not None else ():
             if outcome.state in ("running", "pausing") and outcome.error is UNSET:
                 outcome.error, outcome.code = "it has not followed the latest pause yet", "accepted"
@@ -131,12 +131,12 @@ class FleetControls:
         return reply
 
     def _note_resume(self, reply: WorkerReply, call: WorkerCall) -> None:
-        """Keep a resume that the worker has not answered, to be repeated unless the worker is paused again before."""
+        """Keep a resume that the worker has not answered. It is repeated later, unless the worker is paused first."""
         if not reply.status:
             self.unanswered_resumes[reply.worker] = replace(call, order=(call.order[0], ONLY_IF_OWN))
 
     def ordered(self, operation: Operation, body: bytes = b"", *only_if: tuple[bytes, bytes]) -> WorkerCall:
-        """A pause or a resume. A worker that receives it after a later one refuses it."""
+        """Return a numbered pause or resume. A worker that has already received a later one refuses it."""
         return call_of(operation, body, ControlReport, (self.next_order(), *only_if))
 
     def next_order(self) -> tuple[bytes, bytes]:
@@ -177,7 +177,7 @@ class FleetControls:
         return self._pauses[-1] if self._pauses else None
 
     def hold(self, pause: PauseRequest) -> tuple[Exchange, ...]:
-        """Place no requests from now on. Returns the requests that were accepted before."""
+        """Stop placing requests. Returns the requests that were accepted before."""
         self._pauses.append(pause)
         self.unanswered_resumes.clear()
         return self._router.hold(queue=pause.new_requests == "queue", mode=pause.mode)
@@ -187,7 +187,7 @@ class FleetControls:
     ) -> int:
         """Complete a pause of mode `abort`: end the accepted requests that no worker has ended. Returns their number.
 
-        This happens after the workers have answered, because a pause that every worker refuses ends nothing.
+        Called after the workers have answered, because a pause that every worker refuses must not end requests.
         """
         ended: set[Exchange] = set()
         if pause.mode == "abort" and self.current_pause is pause:
@@ -195,14 +195,14 @@ class FleetControls:
             ended = await self._end_at_removed_workers(_unended(accepted), caller, due_s)
             wait_s = max(pause.timeout, MIN_CLIENT_WAIT_S)
             await self._wait_over(_unended(accepted), min(due_s, self._router.loop.time() + wait_s))
-            # Either the pause overtook them and their workers queue them, or it does not reach their workers.
+            # Their workers queue them, because the pause arrived there first, or are not reached by the pause.
             await self._end([each for each in _unended(accepted) if self._ends_only_here(each)], due_s)
         return sum(exchange.ended_by_pause or exchange in ended for exchange in accepted)
 
     async def _end_at_removed_workers(
         self, exchanges: Iterable[Exchange], caller: CallerHeaders, due_s: float
     ) -> set[Exchange]:
-        """A worker that was removed is not paused with the fleet, but has the full text of its requests."""
+        """End requests at removed workers, which are not paused with the fleet but have the text of the answers."""
         removed = [each for each in exchanges if each.worker is not None and each.worker not in self._fleet]
         timeout_s = min(due_s - SLACK_S - self._router.loop.time(), CLIENT_WAIT_S)
         if not removed or timeout_s <= 0:
@@ -210,7 +210,7 @@ class FleetControls:
         return await end_at_removed_workers(self._router, removed, PAUSE, caller, timeout_s)
 
     def _ends_only_here(self, exchange: Exchange) -> bool:
-        """Whether no worker will end the request. If its end waits for the client, its worker has ended it."""
+        """Whether no worker will end the request. If only the client is slow, the worker has already ended it."""
         worker = exchange.worker
         if worker is None or exchange.is_untouched:
             return True
@@ -226,7 +226,7 @@ class FleetControls:
             await asyncio.wait(ends, timeout=min(CLIENT_WAIT_S, self.remaining_s(due_s)))
 
     def conclude_pause(self, pause: PauseRequest, replies: Sequence[WorkerReply]) -> bool:
-        """Record which workers have followed; withdraw a pause that all have refused.
+        """Record which workers have paused; withdraw the pause if all have refused it.
 
         Returns False if the fleet was resumed or paused again while the workers were asked.
         """
@@ -240,7 +240,7 @@ class FleetControls:
         return latest
 
     def withdraw(self, pause: PauseRequest) -> None:
-        """Restore the pause before this one, if there is one."""
+        """Cancel this pause, and restore the one before it, if there is one."""
         self._pauses = [each for each in self._pauses if each is not pause]
         if self.current_pause is None:
             self.release()
@@ -258,7 +258,7 @@ class FleetControls:
         return merge(self._router, replies, pause_wanted=self.current_pause is not None)
 
     def check(self, replies: Sequence[WorkerReply]) -> None:
-        """Raise unless every worker that is up has followed."""
+        """Raise unless every worker that is up has carried out the call."""
         require_all(self.merge(replies), replies)
 
     def forget_prefixes(self, workers: Iterable[Worker]) -> None:
@@ -278,7 +278,7 @@ class FleetControls:
         return self._router.config.control_timeout_s
 
     def remaining_s(self, due_s: float) -> float:
-        """The time left of a call; at least what a worker needs to answer."""
+        """Return the time left of a call; at least the time that a worker needs to answer."""
         return max(due_s - self._router.loop.time(), MIN_TIMEOUT_S)
 
     def workers_up(self) -> list[Worker]:
@@ -307,7 +307,7 @@ class FleetControls:
 
     @asynccontextmanager
     async def _not_resuming(self, due_s: float) -> AsyncIterator[None]:
-        """Wait until no resume of the fleet is in progress, and prevent one meanwhile."""
+        """Wait until no resume of the fleet is in progress, and prevent resumes inside the context."""
         try:
             async with asyncio.timeout_at(due_s):
                 await self._resuming.acquire()
@@ -320,7 +320,7 @@ class FleetControls:
 
     @asynccontextmanager
     async def exclusive(self, what: str) -> AsyncIterator[None]:
-        """Reserve the fleet for a change of weights or memory: control calls are refused, with `what` as the reason."""
+        """Reserve the fleet for a change of weights or memory. Other control calls are refused, giving `what`."""
         self.refuse_while_exclusive()
         self._exclusive = what
         try:
@@ -335,7 +335,7 @@ class FleetControls:
 
 
 def _unended(accepted: Iterable[Exchange]) -> list[Exchange]:
-    """The requests that a pause should end and that have not ended. A resume since then leaves none."""
+    """Return the requests that a pause should still end. There are none if the fleet was resumed meanwhile."""
     foreign = ("sglang", "vllm")
     held = [exchange for exchange in accepted if exchange.held == "abort" and not exchange.over]
     return [each for each in held if each.worker is None or each.worker.kind not in foreign]

@@ -1,7 +1,7 @@
 """Membership of the fleet: GET /v1/workers, and joining and leaving at run time.
 
 A worker that registers itself gives the time to live of its registration. When its heartbeats stop, it is removed as
-by an operator: it gets no more requests, and those in flight may finish.
+if by an operator: it gets no more requests, and its requests in flight may finish.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """Adds and removes workers; removes those that registered themselves when their heartbeats stop."""
+    """Adds and removes workers. A worker that registered itself is removed when its heartbeats stop."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -39,7 +39,7 @@ class Registry:
         return worker
 
     async def leave(self, url: str, timeout_s: float) -> Worker:
-        """Remove the worker. Returns when it has no request of this router, or at the timeout."""
+        """Remove the worker. Returns when it has no requests of this router left, or at the timeout."""
         worker = self._fleet.find(url)
         self._due_s.pop(worker, None)
         self._fleet.remove(worker)

@@ -1,4 +1,4 @@
-"""The requests in flight in the whole fleet, and the timeline of one, as the workers and this router report them."""
+"""Lists the requests in flight in the whole fleet, and shows the timeline of one, from workers and this router."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UsageTimes(msgspec.Struct):
 
 
 class WorkerPart(msgspec.Struct):
-    """The fields that are decoded of a worker's answer to GET /v1/requests/{id}. The whole answer is passed on."""
+    """The decoded fields of a worker's answer to GET /v1/requests/{id}. All other fields are passed on undecoded."""
 
     status: str
     events: list[TimelineEvent]
@@ -54,7 +54,7 @@ class WorkerPart(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.request is None and self.usage is None:
-            raise ValueError("it has neither request nor usage")
+            raise ValueError("the answer has neither request nor usage")
 
 
 async def list_requests(router: Router, caller: Caller, headers: CallerHeaders) -> dict[str, Any]:
@@ -76,7 +76,7 @@ async def list_requests(router: Router, caller: Caller, headers: CallerHeaders) 
             exchange = visible.get(identity)
             if entry.get("kind") == "prefill" or identity in ended or not _is_current(reply.worker, exchange):
                 continue
-            # A request of this router is listed once; requests of others are told apart by their workers.
+            # A request of this router is listed once. Requests of other routers are distinguished by their worker.
             key = (*identity, "" if exchange is not None else reply.worker.url)
             reported[key] = entry | {"worker": reply.worker.url}
     known = {key[:2] for key in reported}
@@ -90,7 +90,7 @@ def _visible(router: Router, caller: Caller) -> dict[tuple[str, str], Exchange]:
 
 
 def _identity(router: Router, tenant: str, id: str) -> tuple[str, str]:
-    """A request's identity. A router without keys does not know its workers' tenants."""
+    """Return what identifies a request. A router without keys ignores the tenant, which only its workers know."""
     return (tenant if router.config.api_keys or router.config.admin_key else "", id)
 
 
@@ -99,7 +99,7 @@ def _entry_identity(router: Router, entry: dict[str, Any]) -> tuple[str, str]:
 
 
 def _is_current(worker: Worker, exchange: Exchange | None) -> bool:
-    """Whether `worker` has the request now. A former one may still compute it, for its key."""
+    """Whether `worker` has the request now. A former worker may still compute it, for its `Idempotency-Key`."""
     return exchange is None or exchange.worker is None or exchange.worker is worker
 
 
@@ -128,7 +128,7 @@ async def _ask(router: Router, caller: CallerHeaders, workers: Sequence[Worker],
 
 
 def _may_know(worker: Worker, exchange: Exchange | None) -> bool:
-    """Whether to ask the worker. Only current and former workers know a request that this router has placed."""
+    """Whether the worker may know the request. If this router placed it, only current and former workers do."""
     if exchange is None or exchange.worker is None:
         return True
     return worker is exchange.worker or any(each.worker == worker.url for each in exchange.departures)
@@ -166,7 +166,10 @@ def _unknown(name: str, replies: list[WorkerReply]) -> NotFound:
 
 
 def _entry(exchange: Exchange, router: Router) -> dict[str, Any]:
-    """A request that no worker reports: it waits here, or its worker is of another kind or does not answer."""
+    """Return the entry of a request that no worker reports.
+
+    The request waits here, or its worker does not answer or is of another kind.
+    """
     worker = exchange.worker
     return {
         "request_id": exchange.id,

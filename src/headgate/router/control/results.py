@@ -1,7 +1,7 @@
 """Merges the workers' answers to a control call into the router's answer.
 
-A call is all or nothing for its caller: it succeeds if every worker that is up has followed, and otherwise raises an
-error that names the workers that have not. Workers that are down follow when they come back (`fleet/catch_up.py`).
+A call succeeds or fails as a whole: it succeeds if every worker that is up has carried it out, and otherwise raises
+an error that names the workers that have not. Workers that are down follow when they come back (`fleet/catch_up.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headgate.router.fleet.fleet import Workers
     from headgate.router.router import Router
 
-ACCEPTED = 202  # some engines of the worker have yet to follow
+ACCEPTED = 202  # some engines of the worker have not carried out the call yet
 
 
 class ControlReport(msgspec.Struct):
@@ -33,7 +33,7 @@ class ControlReport(msgspec.Struct):
 
 
 class WorkerOutcome(msgspec.Struct, kw_only=True):
-    state: str  # the worker's, or down
+    state: str  # the worker's state, or "down"
     weight_version: int | UnsetType = UNSET
     error: str | UnsetType = UNSET
     code: str | UnsetType = UNSET
@@ -48,7 +48,7 @@ class RouterResult(FleetResult, kw_only=True):
 
 
 class Partial(RequestError):
-    """Some workers have followed and others have not."""
+    """Some workers have not carried out a control call."""
 
     status = 502
     code = "partial"
@@ -60,7 +60,7 @@ class Partial(RequestError):
 
 
 def merge(router: Router, replies: Sequence[WorkerReply], *, pause_wanted: bool) -> RouterResult:
-    """Merge the answers. Reported states go to the fleet at once, without waiting for a probe."""
+    """Merge the answers. The fleet takes over the reported states at once, without waiting for a probe."""
     workers: dict[str, WorkerOutcome] = {}
     engines: list[EngineOutcome] = []
     results: list[FleetResult] = []
@@ -71,7 +71,7 @@ def merge(router: Router, replies: Sequence[WorkerReply], *, pause_wanted: bool)
             engines += [WorkerEngine(**asdict(each), worker=reply.worker.url) for each in results[-1].engines]
     seen = {outcome.state for outcome in workers.values()} & STATES.keys()
     if not seen and pause_wanted:
-        seen = {"pausing"}  # workers that come back are paused
+        seen = {"pausing"}  # no worker is up, and those that come back will be paused
     versions = [o.weight_version for o in workers.values() if isinstance(o.weight_version, int)]
     newest = max(versions, default=0)
     return RouterResult(
@@ -103,14 +103,14 @@ def _outcome(fleet: Workers, reply: WorkerReply, pause_wanted: bool) -> WorkerOu
 
 
 def _state_without(reply: WorkerReply, pause_wanted: bool) -> str:
-    """The state to report for a worker that did not carry out the call. One that did not answer may still do so."""
+    """The state to report for a worker that has not carried out the call. If it did not answer, it still may."""
     if reply.status:
         return reply.worker.state
     return "down" if is_down(reply.worker) or not pause_wanted else "pausing"
 
 
 def require_all(result: RouterResult, replies: Sequence[WorkerReply]) -> RouterResult:
-    """Return `result` if every worker that is up has followed; otherwise raise `Partial`."""
+    """Return `result` if every worker that is up has carried out the call; otherwise raise `Partial`."""
     failed = [reply for reply in replies if not reply.ok and reply.worker.state != "down"]
     followed = [reply for reply in replies if reply.ok]
     if not failed and followed:

@@ -1,6 +1,6 @@
 """Scaling of the fleet: GET and POST /v1/scale.
 
-A router knows workers, not machines. `headgate up`, which starts a router together with its workers, gives it a
+A router knows workers, but cannot start them. `headgate up` starts a router together with its workers and gives it a
 `Scaler`; a router that was started alone has none and refuses these calls.
 """
 
@@ -40,7 +40,7 @@ def status(router: Router) -> dict[str, Any]:
 
 
 async def scale(router: Router, body: ScaleRequest) -> tuple[bool, dict[str, Any]]:
-    """Returns whether the counts are reached, and the current counts."""
+    """Change the number of servers; returns whether the wanted counts are reached, and the current counts."""
     scaler = scaler_of(router)
     if not body.counts:
         raise RequestError(
@@ -63,11 +63,11 @@ class RoleLoad(NamedTuple):
 
     queue_s: float  # age of the oldest request that waits behind others for its first token
     kv_usage: float  # share of KV blocks that are held
-    busy: float  # share of the places for running requests that are taken
+    busy: float  # running requests, as a share of those that may run
 
 
 def load_of(router: Router, role: str) -> RoleLoad | None:
-    """None while the load is not representative: the fleet is paused, updated or shut down."""
+    """Return the load of a role; None while the fleet is paused, updated or shut down, so that it means nothing."""
     if router.holding or router.fleet.rolling or router.draining:
         return None
     workers = [worker for worker in router.fleet if worker.role == role and worker.available]
@@ -88,11 +88,11 @@ def _longest_wait_s(router: Router, role: str) -> float:
 
 def _waits_for(exchange: Exchange, role: str) -> bool:
     if exchange.moves or exchange.unresumable or exchange.journal.tokens:
-        return False  # it has its first token, or had an attempt
+        return False  # the request has its first token, or had an attempt
     worker: Worker | None = exchange.worker or (
         exchange.prefill_request.worker if exchange.prefill_request is not None else None
     )
     if worker is None:
-        return role != "prefill"  # it waits for a worker that answers
-    # A long prompt alone is not a queue: the worker must have waiting requests.
+        return role != "prefill"  # the request waits for a worker that answers
+    # A request with a long prompt is not in a queue: the worker must have waiting requests.
     return worker.role == role and worker.waiting > 0

@@ -1,7 +1,7 @@
 """Weight updates of the whole fleet: all workers at once while the fleet is paused, or one worker after another.
 
-All workers get the same version number. Once every worker that is up has an update, workers with older weights get no
-requests. The last update from files is kept for workers that were down (`fleet/catch_up.py`); an update from a
+All workers get the same version number. Once every worker that is up has loaded an update, workers with older weights
+get no requests. The last update from files is kept for workers that were down (`fleet/catch_up.py`); an update from a
 trainer's group cannot be repeated.
 """
 
@@ -82,19 +82,19 @@ class WeightUpdates:
         return result
 
     def _new_version(self, body: FleetUpdate, status: RouterResult) -> int:
-        """One version for all workers, whatever each of them has."""
+        """Return the version number for an update of all workers."""
         if body.version is not None:
             return body.version
         return 1 + max(status.weight_version, self._fleet.wanted_version or 0)
 
     def new_version_header(self) -> tuple[bytes, bytes]:
-        """For updates that are passed on: one version for all workers, above that of each."""
+        """Return a header for updates that are passed on unchanged: one version for all workers, above all theirs."""
         known = [worker.version for worker in self._fleet if worker.version is not None]
         newest = max((*known, self._fleet.wanted_version or 0))
         return NEW_VERSION_HEADER.encode(), b"%d" % (newest + 1)
 
     def _has(self, worker: Worker, call: WorkerCall, version: int) -> bool:
-        """Whether the worker followed this same update in an earlier call, when other workers did not."""
+        """Whether the worker already has this same update, from an earlier call that failed at other workers."""
         return worker.version == version and self._applied.get(worker) == call.body
 
     def note_update(self, reply: WorkerReply, body: bytes, version: int) -> None:
@@ -104,7 +104,7 @@ class WeightUpdates:
             self._controls.forget_prefixes([reply.worker])
 
     def set_wanted(self, update: dict[str, Any] | None, version: int) -> None:
-        """Note that every worker that is up has this version. Older weights get no requests from now on."""
+        """Note that every worker that is up has this version. Workers with older weights get no requests."""
         self.last_update = update
         self._fleet.wanted_version = version
         self._fleet.set_floor()
@@ -117,7 +117,7 @@ class WeightUpdates:
     async def _update_calls(
         self, body: FleetUpdate, version: int, caller: CallerHeaders, timeout_s: float
     ) -> dict[Worker, WorkerCall]:
-        """The call for each worker. In a trainer's group each engine has its own rank."""
+        """Return the call for each worker. In a trainer's group, each engine has its own rank."""
         workers = self._controls.workers_up()
         update = _worker_update(body, version)
         if body.group is None:
@@ -132,7 +132,7 @@ class WeightUpdates:
     async def _roll(self, body: FleetUpdate, caller: CallerHeaders) -> RouterResult:
         """Update one worker after another. A worker's requests finish first, or resume at another worker."""
         if body.group is not None:
-            raise RequestError("a group takes all workers at once; use strategy all, or path", param="strategy")
+            raise RequestError("a group updates all workers at once; use strategy all, or path", param="strategy")
         status = await self._controls.status(caller)
         if self._router.holding or any(each.state != "running" for each in status.workers.values()):
             raise Partial(
@@ -146,7 +146,7 @@ class WeightUpdates:
         try:
             for worker in self._controls.workers_up():
                 if worker not in self._fleet:
-                    continue  # removed before its turn
+                    continue  # the worker was removed before its turn
                 replies.append(await self._roll_one(worker, body, version, caller))
                 if not replies[-1].ok:
                     raise self._stopped(replies)
@@ -157,9 +157,10 @@ class WeightUpdates:
         return require_all(self._controls.merge(replies), replies)
 
     async def _roll_one(self, worker: Worker, body: FleetUpdate, version: int, caller: CallerHeaders) -> WorkerReply:
-        """Return the first reply that is not a success, or else the reply to the resume.
+        """Pause, update and resume one worker. Returns the first reply that is not a success, or else the last reply.
 
-        A worker that another caller has paused is not updated; one that it pauses meanwhile stays paused.
+        A worker that another caller has paused is not updated. If another caller pauses it meanwhile, it stays
+        paused.
         """
         log.info("%s gets version %d", worker.name, version)
         update = update_call(_worker_update(body, version))
@@ -175,7 +176,7 @@ class WeightUpdates:
             resumed = await self._controls.resume_one(worker, caller, ONLY_IF_OWN)
             return resumed if updated.ok and resumed.code != Overtaken.code else updated
         finally:
-            if worker in self._fleet:  # otherwise it was removed meanwhile, and keeps draining
+            if worker in self._fleet:  # a worker that was removed meanwhile continues to drain
                 self._fleet.set_state(worker, "paused")
                 await self._controls.probe(worker)
 
@@ -190,7 +191,7 @@ class WeightUpdates:
 async def assign_ranks(
     router: Router, workers: Iterable[Worker], caller: CallerHeaders, first: int, world_size: int, timeout_s: float
 ) -> dict[Worker, int]:
-    """The rank of each worker's first engine in a trainer's group. Every engine has its own rank."""
+    """Return the rank of each worker's first engine in a trainer's group. Every engine has its own rank."""
     sizes = await router.worker_calls.fan_out(
         to_all(workers, GET_WORLD_SIZE), caller, min(timeout_s, router.config.control_timeout_s)
     )
@@ -209,7 +210,7 @@ async def assign_ranks(
 
 
 def _worker_update(body: FleetUpdate, version: int) -> dict[str, Any]:
-    """The update's body as it is sent to one worker."""
+    """Return the body of an update as it is sent to one worker."""
     fields: dict[str, Any] = msgspec.to_builtins(body)
     for name in ("strategy", "drain_timeout"):
         del fields[name]

@@ -1,4 +1,4 @@
-"""Hands control requests, which arrive whole on the data path, to an ASGI app."""
+"""Passes control requests, which the data path receives as a whole, to an ASGI app."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Client connections: HTTP/1.1 requests are received whole, one at a time; answers are sent as bytes.
 
-Hand-written for speed: one parser in C, no stream objects, no task per read. Requests that are too slow or too large are
-refused here; all others go to the `Handler`. When a client disconnects, the object that answers its request is notified. A
-client that reads nothing for too long is disconnected (`edge/outflow.py`).
+For speed, this uses a parser in C, no stream objects, and no task per read. Requests that are too slow or too large
+are refused here; all others go to the `Handler`. When a client disconnects, the object that answers its request is
+notified. A client that reads nothing for too long is disconnected (`edge/outflow.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from headgate.router.exchange.journal import Journal
 
 MAX_HEAD_BYTES = 64 * 2**10
 MOST_PIPELINED = 32
-REQUEST_S = 120.0  # for a request to arrive completely
+REQUEST_S = 120.0  # longest time for a request to arrive completely
 KEEP_ALIVE_S = 75.0
 MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 1000, 8 * 2**10
-LINGER_S = 2.0  # for a refused client to read the error
+LINGER_S = 2.0  # how long a refused client has to read the error
 
 
 class Answering(Protocol):
@@ -37,11 +37,11 @@ class Answering(Protocol):
     def client_left(self) -> None: ...
 
     def client_full(self, full: bool) -> None:
-        """The client reads too slowly, or has caught up."""
+        """Called with True when the client reads too slowly, and with False when it has caught up."""
 
 
 class Head:
-    """A request head, and values computed from it (`memo`): clients repeat the same head many times."""
+    """A request head, and values computed from it (`memo`), which are reused because clients repeat heads."""
 
     __slots__ = ("first", "headers", "keep_alive", "memo", "method", "path", "target", "version")
 
@@ -63,7 +63,7 @@ class HttpRequest:
         self.head = head
         self.path = head.path
         self.body = body
-        self.header = head.first.get  # by lower-case name
+        self.header = head.first.get  # looks up a header by its lower-case name
 
 
 Handler = Callable[["Downstream", HttpRequest], Answering | None]
@@ -85,7 +85,7 @@ class Connections:
         self.open_pipe = fast_path.pipe
         self.outbox = outbox or Outbox()
         self.max_body_bytes = max_body_bytes
-        self.stall_s = stall_s  # for a client to resume reading
+        self.stall_s = stall_s  # how long a client may read nothing
         self.closing = False
         self.heads: dict[bytes, Head] = {}  # known heads, by their bytes without the content length
         self._open: dict[Downstream, None] = {}
@@ -107,7 +107,7 @@ class Connections:
             connection.sweep(now_s)
 
     def close(self) -> None:
-        """Close idle connections; others close after their answer. Clients that read nothing have less time for it."""
+        """Close idle connections now, and others after their answer. Clients that read nothing get less time."""
         self.closing, self.stall_s = True, min(self.stall_s, UNREAD_S)
         self.outbox.flush()
         for connection in tuple(self._open):
@@ -117,12 +117,12 @@ class Connections:
         """Abort the remaining connections."""
         self.outbox.flush()
         for connection in tuple(self._open):
-            if not connection.gone:  # otherwise its last bytes are being sent
+            if not connection.gone:  # a connection that is gone is sending its last bytes
                 connection.abort()
 
 
 class Downstream(asyncio.Protocol):
-    stalled = False  # closed because the client did not read
+    stalled = False  # whether it was closed because the client did not read
     peer = ""  # the client's address
     _outflow: Outflow
 
@@ -135,13 +135,13 @@ class Downstream(asyncio.Protocol):
         self._head = Head()
         self._at_rest = True  # between two requests
         self._head_bytes = 0
-        self._unseen_bytes = 0  # received of a head that is not complete
+        self._unseen_bytes = 0  # bytes received of a head that is not complete
         self._body_bytes = 0
         self._body: list[bytes] = []
         self._waiting: deque[HttpRequest] = deque()
         self._current: HttpRequest | None = None
         self._answering: Answering | None = None
-        self._since_s = self._loop.time()  # since when a request is awaited, or incomplete
+        self._since_s = self._loop.time()  # when the wait for a request, or for the rest of one, began
         self._in_head = True
         self._full = False  # the client reads too slowly
         self._refusal: BadHttp | None = None
@@ -161,13 +161,13 @@ class Downstream(asyncio.Protocol):
             self._outbox.write(self._transport, data)
 
     def pipe(self, journal: Journal) -> EventPipe | None:
-        """A pipe for events that pass to this client unchanged."""
+        """Return a pipe that sends events to this client unchanged; None if the client has disconnected."""
         if self._transport is None:
             return None
         return self._connections.open_pipe(journal, self._outbox, self._transport)
 
     def finished(self, *, keep_alive: bool = True) -> None:
-        """The answer is complete; the next request on this connection may follow."""
+        """Called when the answer is complete, so that the next request on this connection may follow."""
         request, self._current, self._answering = self._current, None, None
         assert request is not None
         if self._transport is None or self._transport.is_closing():
@@ -285,8 +285,8 @@ class Downstream(asyncio.Protocol):
         head.keep_alive = self._parser.should_keep_alive()
         length = head.first.get(b"content-length")
         if length is not None and int(length) > most:
-            raise BadHttp(413, "body_too_large", f"the body has {int(length)} bytes; at most {most} are taken")
-        # No 100 Continue in the middle of another answer; clients that expect one do not wait long.
+            raise BadHttp(413, "body_too_large", f"the body has {int(length)} bytes; the maximum is {most}")
+        # 100 Continue must not be sent in the middle of another answer; clients that expect one do not wait long.
         if self._current is None and head.first.get(b"expect", b"").lower() == b"100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -316,15 +316,15 @@ class Downstream(asyncio.Protocol):
     def _begin(self, request: HttpRequest) -> None:
         self._current = request
         answering = self._connections.handle(self, request)
-        if self._current is request:  # not answered at once
+        if self._current is request:  # the request was not answered at once
             self._answering = answering
 
-    # -- what is not waited for -------------------------------------------------------------
+    # -- timeouts and refusals ---------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
         if self._outflow.stalled_s(now_s) >= self._connections.stall_s:
             self.stalled = True
-            self.abort()  # notifies the object that answers, which releases what it holds
+            self.abort()  # notifies the object that answers, which releases its resources
             return
         if self._current is not None:
             return
@@ -334,7 +334,7 @@ class Downstream(asyncio.Protocol):
             return
         partial = self._head_bytes or self._unseen_bytes or self._body_bytes
         if partial and now_s - self._since_s > REQUEST_S:
-            self._refuse(BadHttp(408, "request_timeout", f"the request did not come within {REQUEST_S:g} s"))
+            self._refuse(BadHttp(408, "request_timeout", f"the request did not arrive within {REQUEST_S:g} s"))
         elif not partial and now_s - self._since_s > KEEP_ALIVE_S:
             self.abort()
 
@@ -352,7 +352,7 @@ class Downstream(asyncio.Protocol):
         if self._transport is not None and self._current is None and not self._waiting and not self.gone:
             self._since_s = self._loop.time()
             self.write(error_answer(error, keep_alive=False))
-            # Closing while the client is sending would reset the connection, and the client might never read the answer.
+            # Closing while the client is sending would reset the connection, and the client might not read the error.
             self._outbox.flush()
             self._transport.write_eof()
 

@@ -1,9 +1,10 @@
-"""Parsing and copying for ordinary requests, in Python or in C. Unusual input returns None and takes the general path.
+"""Fast parsing and copying for the common forms of requests and answers, in Python or in C.
 
-A `FastPath` holds these functions. There are two: `PYTHON`, and `compiled()` with the same functions in C (`fast_path.c`).
-A router process chooses one at start-up and passes it to `Router`. They differ in speed; in how keys are computed, which is
-visible only to the prefix index; and C does not check that the parts of a body that it skips are JSON. The worker rejects
-such a body.
+For input of another form, these functions return None, and the caller uses the general code. A `FastPath` holds the
+functions. There are two: `PYTHON`, and `compiled()` with the same functions in C (`fast_path.c`). A router process
+chooses one at start-up and passes it to `Router`. They differ in speed and in how keys are computed, which only the
+prefix index sees. C also does not check that the parts of a body that it skips are JSON; the worker rejects such a
+body.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: (\d{1,12})(?=\r\n)")
 CHUNK_SIZE = re.compile(rb"([0-9a-fA-F]{1,8})\r\n")
 ID: Final = b"\r\nx-request-id: "
-# The start of another message. Inside a text these quotes would be escaped.
+# The start of another message. It cannot match inside a text, where the quotes would be escaped.
 NEXT = re.compile(rb'\s*,\s*\{\s*"(?:role|content)"')
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes] | None:
-    """`data` as a request whose head, without the length, is in `heads`; its body has at most that many bytes."""
+    """Split `data`, one whole request, into its entry in `heads` and its body.
+
+    None if the head, without the length, is not in `heads`, or if the body has more than `most` bytes.
+    """
     key = request_head(data)
     head = None if key is None else heads.get(key)
     if head is None:
@@ -51,7 +55,7 @@ def request(data: bytes, heads: Mapping[bytes, T], most: int) -> tuple[T, bytes]
 
 
 def request_head(data: bytes) -> bytes | None:
-    """The key in `heads` for this request's head, if `data` is one whole request."""
+    """Return the key in `heads` for this request's head; None if `data` is not exactly one whole request."""
     end = data.find(b"\r\n\r\n") + 2
     length = LENGTH.search(data, 0, end)
     if length is None or len(data) != end + 2 + int(length[1]):
@@ -60,7 +64,10 @@ def request_head(data: bytes) -> bytes | None:
 
 
 def answer(data: bytes, heads: Mapping[bytes, T]) -> tuple[T, bytes] | None:
-    """`data` as an answer of ordinary events in chunks whose head, without its id, is in `heads`."""
+    """Split `data`, one whole answer of events in chunks, into its entry in `heads` and its events.
+
+    None if the head, without the request id, is not in `heads`, or if the answer has another form.
+    """
     end = data.find(b"\r\n\r\n")
     if end < 0 or not data.endswith(LAST_CHUNK) or len(data) < end + 9:
         return None
@@ -70,7 +77,7 @@ def answer(data: bytes, heads: Mapping[bytes, T]) -> tuple[T, bytes] | None:
 
 
 def answer_head(data: bytes, end: int) -> bytes:
-    """The head of an answer without the line that differs in every answer."""
+    """Return the head of an answer without the line that differs in every answer."""
     start = data.find(ID, 0, end)
     return data[:end] if start < 0 else data[:start] + data[data.find(b"\r\n", start + 2, end + 2) : end]
 
@@ -89,9 +96,10 @@ def _unchunked(data: bytes, start: int, end: int) -> bytes | None:
 
 
 def read_whole(events: bytes) -> tuple[int, int, int, bytes] | None:
-    """The weights version of the first token, prompt tokens, cached prompt tokens, and the answer.
+    """Read a journal with one choice, followed by the whole answer.
 
-    Reads the whole journal of one choice, with lines as workers write them. `Journal` and `whole_answer` read the same.
+    Returns the weights version of the first token, the number of prompt tokens, the number of cached prompt tokens,
+    and the answer. `Journal` and `whole_answer` read the same data in any form.
     """
     version: re.Match[bytes] | None = None
     finish: re.Match[bytes] | None = None
@@ -117,8 +125,8 @@ def read_whole(events: bytes) -> tuple[int, int, int, bytes] | None:
 class PythonPipe:
     """The `EventPipe` of `PYTHON`.
 
-    Events do not wait for the end of the event loop's turn unless other bytes for the same client do: for a single chunk,
-    waiting costs more than it saves.
+    Events are written at once, unless other bytes for the same client wait for the end of the event loop's turn: for
+    a single chunk, waiting costs more than it saves.
     """
 
     __slots__ = ("_feed", "_outbox", "_transport", "heard")
@@ -146,15 +154,15 @@ class PythonPipe:
 
 
 def peek(body: bytes) -> tuple[str | None, bool, bytes, bool, int] | None:
-    """(model, stream, prompt, chat, tokens), if the body has no unusual fields.
+    """Return (model, stream, prompt, chat, tokens), as in `RequestInfo`; None if the body has unusual fields.
 
-    `RequestInfo` explains each. Only the C version is faster than decoding the body.
+    This version always returns None: only in C is this faster than decoding the body.
     """
     return None
 
 
 def cut_keys(root: int, prompt: bytes, size: int, cuts: tuple[int, ...]) -> list[int]:
-    """The keys of the prompt's prefixes that end at `cuts`, up to `size`."""
+    """Return the keys of the prompt's prefixes that end at `cuts`, up to `size`."""
     key, start, keys = root, 0, []
     for end in cuts:
         if end > size:
@@ -166,21 +174,21 @@ def cut_keys(root: int, prompt: bytes, size: int, cuts: tuple[int, ...]) -> list
 
 
 def tail_key(key: int, prompt: bytes, start: int, end: int) -> int:
-    """The key of a prompt that ends at `end`; `key` is the key of its bytes up to `start`."""
+    """Return the key of a prompt that ends at `end`; `key` is the key of its bytes up to `start`."""
     return hash((key, prompt[start:end], None))
 
 
 def message_end(prompt: bytes, before: int) -> int:
-    """Where the last message but one ends; 0 if there is none."""
+    """Return where the last message but one ends; 0 if there is none."""
     brace = prompt.rfind(b"}", 0, before)  # a search for one character is many times faster than for two
     if brace < 0 or NEXT.match(prompt, brace + 1):
         return brace + 1
-    # This brace is inside a text: only a key is an unescaped "role".
+    # This brace is inside a text. The message starts at its key "role", which would be escaped inside a text.
     return prompt.rfind(b"}", 0, max(prompt.rfind(b'"role"', 0, brace), 0)) + 1
 
 
 def runs(young: dict[int, T], old: dict[int, T], keys: list[int]) -> list[tuple[T, int]]:
-    """The values of the leading keys that are in the table; each run of equal values once, with its last key."""
+    """Return the values of the leading keys in the table; a run of equal values gives one entry, with its last key."""
     found: list[tuple[T, int]] = []
     for depth, key in enumerate(keys, 1):
         node = young.get(key)
@@ -198,7 +206,7 @@ def renew(
     keys: list[int],
     renewed: Callable[[tuple[T, ...]], tuple[T, ...]],
 ) -> None:
-    """Move the values of `keys` from `old` to `young` through `renewed`, called once per run of equal values."""
+    """Move the values of `keys` from `old` to `young`; `renewed` converts them, once per run of equal values."""
     run, fresh = None, ()  # type: tuple[T, ...] | None, tuple[T, ...]
     for key in keys:
         node = young.get(key)
@@ -221,12 +229,18 @@ class ReadAnswer(Protocol):
 
 
 class EventPipe(Protocol):
-    """Passes ordinary events from a worker's connection to a client's unchanged, and records them in the journal."""
+    """Sends events from a worker's connection straight to a client's, and records them in the journal.
 
-    heard: bool  # an event has passed since this was last set to False
+    It does not take errors, nor the end of an answer.
+    """
+
+    heard: bool  # whether an event has passed since this was last set to False
 
     def take(self, data: bytes, /) -> bool:
-        """Pass `data` on if it is one chunk of ordinary events, without an error or the end; returns whether it was."""
+        """Send `data` to the client if it is one chunk of whole events, without an error or the end of the answer.
+
+        Returns whether it was sent.
+        """
 
 
 class Runs(Protocol):
@@ -254,7 +268,7 @@ MessageEnd = Callable[[bytes, int], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPath:
-    """One implementation of each function. Keys of two implementations differ, so an index always uses the same one."""
+    """An implementation of each function. Keys differ between implementations, so an index always uses the same."""
 
     request: ReadRequest
     answer: ReadAnswer
@@ -286,7 +300,7 @@ PYTHON: Final = FastPath(
 
 
 def compiled(compiler: str = "cc", cache: Path | None = None) -> FastPath | NotCompiled:
-    """The functions of `fast_path.c`, compiled unless the cache has the library."""
+    """Return the functions of `fast_path.c`; compile them unless the cache has the library."""
     library = _load(compiler, cache)
     if isinstance(library, NotCompiled):
         return library
@@ -309,12 +323,12 @@ def default_cache() -> Path:
 
 
 def library_in(cache: Path) -> Path:
-    """The path of the compiled library, whether it exists or not."""
+    """Return the path of the compiled library, whether it exists or not."""
     return cache / fingerprint([SOURCE], FLAGS, sys.version, sysconfig.get_platform()) / f"{MODULE}.so"
 
 
 def _load(compiler: str, cache: Path | None) -> Any:
-    """The extension module, or `NotCompiled`."""
+    """Return the extension module, or `NotCompiled`."""
     try:
         library = library_in(cache or default_cache())
         return build_once(library, partial(_build, compiler)) or import_library(MODULE, library)

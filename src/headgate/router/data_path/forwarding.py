@@ -1,4 +1,4 @@
-"""Requests as workers receive them: the client's body, with a head that the router writes."""
+"""Builds the requests that workers receive: the client's body, with a head that the router writes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from headgate.router.exchange.attempt import HOP_BY_HOP
 from headgate.router.fleet.fleet import Workers
 from headgate.router.fleet.worker import Worker
 
-# Headers that the router writes itself, besides all x-headgate ones. accept-encoding is dropped, because the router must
-# find the ends of events.
+# Headers that the router writes itself, in addition to all x-headgate headers. accept-encoding is not forwarded,
+# because the router must find the ends of events in the answer.
 OWN = HOP_BY_HOP | {b"accept-encoding", b"host", b"content-length", b"content-type", b"expect", b"x-request-id"}
 PRIVATE = b"x-headgate-"
 LEAST_VERSION = LEAST_VERSION_HEADER.encode() + b": %d\r\n"
-MOST_MEMOS = 64  # request heads for workers, cached per head of a client
+MOST_MEMOS = 64  # most request heads for workers that are cached for one head of a client
 
 Credentials = Callable[[Worker, Headers, str | None], Headers]
 
 
 @lru_cache(64)
 def _own(connection: bytes | None) -> frozenset[bytes]:
-    """Headers that are not forwarded: those the router writes, and those the client declares hop-by-hop."""
+    """Return the headers that are not forwarded: those the router writes, and those the client calls hop-by-hop."""
     return OWN.union(name.strip().lower() for name in (connection or b"").split(b","))
 
 
 def _least(version: int | None) -> bytes:
-    """Makes a worker with older weights refuse the request, so that it stores no answer for an Idempotency-Key."""
+    """Return a header that makes a worker with older weights refuse the request.
+
+    Without it, the worker could store an outdated answer for an Idempotency-Key.
+    """
     return LEAST_VERSION % version if version else b""
 
 
@@ -49,13 +52,17 @@ class Forwarder:
         *,
         part: bool = False,
     ) -> bytes:
-        """`part`: the rest of an answer, which must not be stored for the Idempotency-Key. `more`: header lines."""
+        """Return the bytes of a request to `worker`, with further header lines `more`.
+
+        `part` means that the request asks for the rest of an answer, which must not be stored for its
+        Idempotency-Key.
+        """
         head = self._head_for(worker, request, tenant, part=part)
         lines = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n"
-        return lines % (head, id.encode(), len(body), more) + body  # copies the body only once
+        return lines % (head, id.encode(), len(body), more) + body  # this copies the body only once
 
     def _head_for(self, worker: Worker, request: HttpRequest, tenant: str, *, part: bool) -> bytes:
-        """The part that is the same for all requests with this head to that worker."""
+        """Return the part of the head that is the same for all requests with this client head to that worker."""
         floor = self._fleet.floor_version if worker.kind == "headgate" else None
         memo, key = request.head.memo, (worker, worker.kind, worker.key, tenant, part, floor)
         head: bytes | None = memo.get(key)

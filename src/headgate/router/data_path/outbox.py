@@ -1,4 +1,4 @@
-"""Collects what is written in one turn of the event loop, and writes it at the end of the turn.
+"""Collects the bytes that are written in one turn of the event loop, and writes them at the end of the turn.
 
 The receiving process is then woken once instead of once per write; waking it is most of the cost of a write.
 """
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 class Outbox:
     __slots__ = ("writes",)
 
-    MOST: Final = 64  # connections whose writes are delayed; a turn may be long
-    LARGE: Final = 32 * 2**10  # larger writes are sent at once, so that backpressure is noticed
+    MOST: Final = 64  # most connections whose writes are delayed, because a turn may be long
+    LARGE: Final = 32 * 2**10  # larger writes are sent at once, so that a full buffer is noticed
 
     def __init__(self) -> None:
         self.writes: dict[asyncio.WriteTransport, bytes] = {}
@@ -45,4 +45,4 @@ class Outbox:
                 transport.write(data)
             except Exception:
                 log.exception("cannot write to a connection")
-                transport.abort()  # notifies its owner; other connections are unaffected
+                transport.abort()  # notifies the owner of this connection; others are unaffected

@@ -1,7 +1,7 @@
 """The facts that the router needs from a request body, read once, without parsing the prompt.
 
-The prompt remains the bytes that the client sent. Conversations grow at the end, so the bytes of one turn are a prefix of
-the next turn's, which is all that the prefix index needs. Workers validate the rest of the body.
+The prompt stays as the bytes that the client sent. Conversations grow at the end, so the bytes of one turn are a
+prefix of those of the next turn, which is all that the prefix index needs. Workers validate the rest of the body.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBERS: Final = frozenset(bytes([character]) for character in b"0123456789[")
 
 
 class _Body(msgspec.Struct, gc=False):
-    """Only the fields named here are decoded; Raw fields are skipped."""
+    """The fields of a body that are decoded. Raw fields are kept as bytes, and all other fields are skipped."""
 
     model: str | None = None
     stream: bool | None = None
@@ -38,14 +38,14 @@ class _Body(msgspec.Struct, gc=False):
     rid: msgspec.Raw = _NONE  # SGLang's request_id; may be a list
     logprobs: msgspec.Raw = _NONE  # a number or a boolean
     prompt_logprobs: msgspec.Raw = _NONE
-    return_logprob: bool | None = None  # SGLang's
+    return_logprob: bool | None = None  # SGLang's name of `logprobs`
     sampling_params: msgspec.Raw = _NONE  # SGLang's and vLLM's; vLLM's may ask for log-probabilities
     session_id: msgspec.Raw = _NONE
     user: msgspec.Raw = _NONE
-    # fields that precede the prompt in what the model reads
+    # Fields whose content precedes the prompt in the input of the model.
     tools: msgspec.Raw = _NONE
     instructions: msgspec.Raw = _NONE
-    # the prompt, under the names that OpenAI, SGLang, vLLM and TRL give it
+    # The prompt, under the names that OpenAI, SGLang, vLLM and TRL give it.
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     input: msgspec.Raw = _NONE
@@ -63,11 +63,11 @@ class RequestInfo(msgspec.Struct, frozen=True, gc=False):
     session: bytes  # identifies a conversation; empty if not given
     n: int  # choices in the answer: `n` times the number of prompts
     root: int  # hash of endpoint, model, tools, salt and tenant; prompts with different roots share no prefix
-    prompt: bytes  # as sent, without its closing bracket or quote; empty if there is none
+    prompt: bytes  # the bytes that were sent, without the closing bracket or quote; empty if there is no prompt
     chat: bool  # the prompt is a list of messages
     tokens: int  # estimated number of prompt tokens
-    logprobs: bool  # the answer has log-probabilities, or another reason why it cannot be resumed
-    deadline_ms: float | None = None  # from the arrival to the last token
+    logprobs: bool  # the answer has log-probabilities, or cannot be resumed for another reason
+    deadline_ms: float | None = None  # longest time from the arrival to the last token
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -78,7 +78,10 @@ _decode_name = msgspec.json.Decoder(str).decode
 def read_request_info(
     path: str, body: bytes, *, session: str | None = None, tenant: str = "", peek: Peek = PYTHON.peek
 ) -> RequestInfo:
-    """`session` is a routing key from a header and overrides the body's; `peek` reads most bodies."""
+    """Read the facts from a body. `session` is a routing key from a header, which overrides the body's.
+
+    `peek` is the fast reader, tried first.
+    """
     known = peek(body)
     if known is not None:
         model, stream, prompt, chat, tokens = known
@@ -114,17 +117,17 @@ def _has_logprobs(fields: _Body) -> bool:
 
 
 def _prompts_in(prompt: bytes) -> int:
-    """The number of prompts in a list of texts, or of lists of token ids."""
+    """Return the number of prompts in a list of texts, or in a list of lists of token ids."""
     if prompt[:1] != b"[" or _first(prompt) not in (b'"', b"["):
         return 1
     try:
         return len(_decode_list(prompt + b"]")) or 1
     except UNREADABLE:
-        return 1  # the worker refuses it
+        return 1  # the list is invalid, and the worker will refuse it
 
 
 def estimate_tokens(prompt: bytes) -> int:
-    """One token per number in lists of token ids, one per four bytes otherwise."""
+    """Estimate the number of tokens: one per number in lists of token ids, one per four bytes otherwise."""
     if _first(prompt) in _NUMBERS:
         return prompt.count(b",") + 1
     return len(prompt) // BYTES_PER_TOKEN
@@ -147,7 +150,7 @@ def _prompt(fields: _Body) -> bytes:
 
 
 def _first(prompt: bytes) -> bytes:
-    """The first byte of the first item of a list."""
+    """Return the first byte of the first item of a list."""
     return prompt[1:64].lstrip()[:1] if prompt[:1] == b"[" else b""
 
 

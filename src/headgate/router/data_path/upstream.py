@@ -1,7 +1,7 @@
-"""Worker connections: one request at a time, its response delivered as calls to a `Reader`; idle connections are pooled.
+"""Connections to workers. A connection has one request at a time; its response is delivered as calls to a `Reader`.
 
-Every request that was sent ends with exactly one call of `ended` or `lost`. A connection returns to its pool only after a
-complete response; otherwise it is closed, which makes the worker abort the request.
+Every request that was sent ends with exactly one call of `ended` or `lost`. Idle connections are pooled. A connection
+returns to its pool only after a complete response; otherwise it is closed, which makes the worker abort the request.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from headgate.router.data_path.outbox import Outbox
 
 Headers = list[tuple[bytes, bytes]]
 
-MOST_IDLE = 512  # connections kept per worker
-IDLE_S = 55.0  # slightly less than common keep-alive timeouts of servers
+MOST_IDLE = 512  # most idle connections kept per worker
+IDLE_S = 55.0  # how long an idle connection is kept; slightly less than common keep-alive timeouts of servers
 MAX_HEAD_BYTES = 64 * 2**10
 
 
-MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 100, 4 * 2**10  # per worker
+MOST_KNOWN_HEADS, LONGEST_KNOWN_HEAD = 100, 4 * 2**10  # limits on remembered response heads, per worker
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class KnownHead(msgspec.Struct, frozen=True, gc=False):
-    """The head of responses with status 200 in chunks."""
+    """A response head that was seen before, with status 200 and a body in chunks."""
 
     headers: Headers
-    journalled: bool  # events with a journal
+    journalled: bool  # the body is events with a journal
 
 
 class Reader(Protocol):
@@ -48,7 +48,7 @@ class Reader(Protocol):
     def data(self, data: bytes) -> None: ...
 
     def whole(self, head: KnownHead, events: bytes) -> None:
-        """A complete response of ordinary events, received in one piece, with a known head."""
+        """Receive a complete response in one call: its events, with a head that was seen before."""
         self.head(200, head.headers)
         self.data(events)
 
@@ -72,25 +72,25 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reader: Reader | None = None
         self._headers: Headers = []
-        self._head: Headers = []  # of the current response, complete
+        self._head: Headers = []  # the headers of the current response, once complete
         self._head_bytes = 0
         self._in_head = True
-        self._at_rest = True  # no byte of this response was given to the parser
+        self._at_rest = True  # the parser has received no byte of this response
         self._between = False  # the parser is between two chunks
         self._parts: list[bytes] = []
         self._complete = False
         self._once = False
         self._keeps = False  # the worker keeps this connection open
-        self._open_ended = False  # neither a length nor chunks: the end of the connection ends the response
+        self._open_ended = False  # the response has no length and no chunks; it ends with the connection
         self._held = False  # reading is suspended because the client reads too slowly
-        self.pipe: EventPipe | None = None  # for events that the reader would only pass on
+        self.pipe: EventPipe | None = None  # sends events straight to the client, instead of through the reader
         self.reused = False
         self.idle_since_s = -inf
 
     # -- for the sender --------------------------------------------------------
 
     def send(self, request: bytes, reader: Reader, *, once: bool = False) -> None:
-        """`once`: close the connection afterwards."""
+        """Send a request, whose response goes to `reader`. With `once`, the connection is closed afterwards."""
         assert self._transport is not None and self._reader is None
         self._reader = reader
         self._complete = self._keeps = self._open_ended = False
@@ -131,9 +131,9 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._reader is None:
-            self.drop()  # data without a request
+            self.drop()  # the worker sent data without a request
             return None
-        if self._between and self.pipe is not None and self.pipe.take(data):  # as for most chunks of a stream
+        if self._between and self.pipe is not None and self.pipe.take(data):  # most chunks of a stream end here
             return None
         rested, self._at_rest = self._at_rest, False
         if rested and self._recognised(data):
@@ -189,7 +189,7 @@ class Upstream(asyncio.Protocol):
         self._headers, self._head_bytes = [], 0
         if self._keeps and self.usable and not self._open_ended:
             if self._held:
-                self.release()  # the last bytes suspended reading
+                self.release()  # delivering the last bytes may have suspended reading
             self._pool.give(self)
         elif self._transport is not None:
             self._transport.close()
@@ -212,7 +212,7 @@ class Upstream(asyncio.Protocol):
         self._head = headers
         self._in_head = status < 200
         if status < 200 or self._reader is None:
-            return  # 1xx precedes the final response
+            return  # a 1xx status, which precedes the final response
         names = [name for name, _ in headers]
         framed = b"transfer-encoding" in names or b"content-length" in names or status in (204, 304)
         self._open_ended = not framed
@@ -230,12 +230,12 @@ class Upstream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:
             self._complete = True
-            # Read here, because the parser forgets it afterwards.
+            # Read here, because the parser drops this value afterwards.
             self._keeps = self._parser.should_keep_alive() and not self._once
 
 
 def is_journalled(headers: Headers) -> bool:
-    """Whether these are the headers of events with a journal."""
+    """Whether these headers announce events with a journal."""
     named = dict(headers)
     return RAW_HEADER in named and named.get(b"content-type", b"").startswith(b"text/event-stream")
 
@@ -261,7 +261,7 @@ class Pool:
         self.heads: dict[bytes, KnownHead] = {}  # known response heads, without their request ids
 
     def take(self) -> Upstream | None:
-        """An open, idle connection, the most recently used first; None if there is none."""
+        """Take an open, idle connection, the most recently used first; None if there is none."""
         while self._idle:
             upstream = self._idle.pop()
             if upstream.usable:
@@ -360,7 +360,7 @@ async def call(
     reader, upstream = _Whole(limit), None
     try:
         async with asyncio.timeout(timeout_s):
-            # A new connection: the worker may be closing an idle one at this moment.
+            # Always a new connection, because the worker may be closing an idle one at this moment.
             upstream = await pool.connect()
             upstream.send(request, reader, once=True)
             status, answered, content = await reader.done

@@ -1,11 +1,11 @@
 """One attempt at a request by one worker: reads the response, passes it to the client, and reports an outcome.
 
-Bytes pass from the worker's connection to the client's in a single call. Only whole events are passed on, so that another
-worker can continue the stream; the journal records what such a worker needs.
+Bytes pass from the worker's connection to the client's in a single call. Only whole events are passed on, so that
+another worker can continue the stream; the journal records what such a worker needs.
 
     Answered    a whole answer, not yet sent to the client
     Streamed    the client has received the whole stream
-    Withheld    the worker ended the answer for reasons of its own (pause, shutdown, no room)
+    Withheld    the worker ended the answer early (pause, shutdown, too little KV memory); another may continue it
     Lost        the connection broke, or the response was invalid or incomplete
 """
 
@@ -65,7 +65,7 @@ ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", RAW_HEADER, b"x-h
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 DONES = DONE, b"data: [DONE]\r\n\r\n"
-REPLAYED = b"idempotent-replayed"  # an answer stored for an Idempotency-Key; it may be older than the fleet's weights
+REPLAYED = b"idempotent-replayed"  # marks an answer stored for an Idempotency-Key, perhaps made with older weights
 PAUSED = b'"code":"paused"'  # never matches inside a JSON string, where quotes are escaped
 
 
@@ -82,9 +82,9 @@ class Streamed(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Withheld:
-    rescheduled: bool  # the worker had no room for it
+    rescheduled: bool  # the worker had too little KV memory for the request
     ending: bytes
-    cause: str = ""  # why the first choice was ended; empty if the worker reports an error instead
+    cause: str = ""  # why the worker ended the first choice; empty if it reports an error instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,10 @@ class Recipient(Protocol):
         """Send events to the client."""
 
     def pipe(self) -> EventPipe | None:
-        """A pipe that bypasses the attempt for ordinary events; None if the client does not accept chunks."""
+        """Return a pipe that sends events straight to the client, except errors and the end of the answer.
+
+        The attempt handles those two. None if the answer is not sent in chunks.
+        """
 
     def attempt_over(self, attempt: Attempt, outcome: Outcome) -> None: ...
 
@@ -120,7 +123,7 @@ class Recipient(Protocol):
 class AnswerForm(Enum):
     """The form in which a response arrives."""
 
-    __hash__ = object.__hash__  # by identity; the hash of Enum is computed in Python
+    __hash__ = object.__hash__  # hashes by identity; the hash of Enum is computed in Python, which is slow
 
     WHOLE = auto()
     JOURNALLED = auto()  # a journal, followed by the whole answer
@@ -128,7 +131,7 @@ class AnswerForm(Enum):
     FOREIGN_EVENTS = auto()
 
 
-WHOLE = AnswerForm.WHOLE  # a global costs a tenth of the lookup of an Enum member
+WHOLE = AnswerForm.WHOLE  # looking up a global costs a tenth of looking up an Enum member
 
 
 class Attempt:
@@ -170,22 +173,22 @@ class Attempt:
         self._form = WHOLE
         self._tail = b""  # an incomplete event
         self._last = b""  # the events passed on last
-        self._before = b""  # the events before them, of a stream without a journal
+        self._before = b""  # the events before `_last`, of a stream without a journal
         self._withheld: list[bytes] = []
-        self._vetted = False  # the version of its first tokens was checked, or it is a stored answer
+        self._vetted = False  # the weight version of the first tokens was checked, or the answer is a stored one
         self._floor: int | None = None  # the oldest weight version in the fleet when the request was sent
         self._pipe: EventPipe | None = None
         self._body: list[bytes] = []
         self._size = 0
-        self._whole: Answered | None = None  # received in one piece
+        self._whole: Answered | None = None  # an answer that was received in one piece
         self.status = 0  # 0 until the response head arrives
         self.journalled = False
-        self.given_up = False  # by the router
+        self.given_up = False  # the router has abandoned the attempt
         self.worker = taken.worker
         self.upstream: Upstream | None = None
         self.outcome: Outcome | None = None
-        self.heard = False  # data arrived since the last sweep; reading a clock per chunk would be too expensive
-        self.last_s = 0.0  # when the request was sent, or data was last seen
+        self.heard = False  # data has arrived since the last sweep; reading a clock per chunk would be too slow
+        self.last_s = 0.0  # when the request was sent, or when a sweep last noticed data
 
     # -- Reader ---------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class Attempt:
             self.data(events)
 
     def _read_at_once(self, events: bytes) -> bool:
-        """Whether `events` were a complete, ordinary answer, as nearly always."""
+        """Read `events` as one complete answer; returns whether that was possible, as it nearly always is."""
         exchange, answer = self._exchange, self._read_whole(events)
         if answer is None or exchange.moves or exchange.info.n > 1:
             return False
@@ -233,7 +236,7 @@ class Attempt:
         return True
 
     def last_data_s(self, now_s: float) -> float:
-        """When data last arrived, to the precision of the sweep that calls this."""
+        """Return when data last arrived, to the precision of the sweep that calls this method."""
         if self.heard or (self._pipe is not None and self._pipe.heard):
             self.heard, self.last_s = False, now_s
             if self._pipe is not None:
@@ -264,7 +267,7 @@ class Attempt:
         self._use_pipe(self._vetted and not (self._tail or self._taken.pending))
 
     def _use_pipe(self, may_use: bool) -> None:
-        """Let ordinary events go to the client without passing through this object."""
+        """Let events go straight to the client, without passing through this object, or stop doing so."""
         exchange, upstream = self._exchange, self.upstream
         if self._pipe is None and may_use:
             self._pipe = exchange.pipe()
@@ -280,7 +283,7 @@ class Attempt:
         return data[:end]
 
     def _outdated(self, events: bytes) -> bool:
-        """Whether the first tokens come from weights older than the fleet's; they are not sent to the client then."""
+        """Whether the first tokens come from weights older than the fleet's. If so, the attempt fails."""
         if (version := first_version(events)) is None:
             return False
         self._vetted = True
@@ -291,13 +294,13 @@ class Attempt:
         return True
 
     def _set_aside(self, events: bytes) -> bytes:
-        """Remove withheld events, and keep them."""
+        """Return `events` without withheld ones, which are kept."""
         shown, withheld = split_withheld(events)
         self._withheld += withheld
         return shown
 
     def _pass(self, data: bytes) -> None:
-        """A stream without a journal. Only whole events are sent, so that an error event can follow at any point."""
+        """Pass on a stream without a journal. Only whole events are sent, so an error event can always follow."""
         if self._taken.pending:
             self._taken.first_token()
         data = self._tail + data
@@ -317,7 +320,7 @@ class Attempt:
             self.fail(f"its answer has more than {LONGEST_ANSWER} bytes")
 
     def _collect_journal(self, data: bytes) -> None:
-        """A journal, followed by the whole answer."""
+        """Collect a journal that is followed by the whole answer."""
         if self._tail or not data.endswith(b"\n\n") or BOUND in data:
             data = self._whole_events(data)
         if WITHHELD in data:
@@ -360,12 +363,12 @@ class Attempt:
 
     @property
     def is_stale(self) -> bool:
-        """The worker may have closed this idle connection before the request arrived; only a new connection can tell."""
+        """Whether the worker may have closed a reused connection before the request arrived. It is then repeated."""
         kept = self.upstream is not None and self.upstream.reused
         return kept and isinstance(self.outcome, Lost) and not (self.status or self.given_up)
 
     def fail(self, why: str) -> None:
-        """Abandon the attempt. Closing the connection tells the worker to stop."""
+        """Abandon the attempt. Its connection is closed, which makes the worker stop."""
         self.given_up = True
         self.leave()
         self._finish(Lost(why))
@@ -376,7 +379,7 @@ class Attempt:
             self.upstream.drop()
 
     def start(self, upstream: Upstream, request: bytes, now_s: float, floor: int | None) -> None:
-        """`floor`: the oldest weight version in the fleet."""
+        """Send the request. `floor` is the lowest weight version that may answer."""
         self.upstream, self.last_s, self._floor = upstream, now_s, floor
         upstream.send(request, self)
 
@@ -400,19 +403,19 @@ def refused_as_paused(outcome: Outcome) -> bool:
 
 
 def withheld(ending: bytes) -> Withheld:
-    """The outcome for a withheld end, read from its journal lines (the events depend on the client's headers)."""
+    """Return the outcome of a withheld end, read from its journal lines, because the events depend on the client."""
     ends = withheld_ends(ending)
     rescheduled = any(reason == RESCHEDULED for reason, _ in ends)
     return Withheld(rescheduled, ending, ends[0][1] if ends else "")
 
 
 def _events_end(data: bytes) -> int:
-    """Where the last whole event ends; lines may end in LF or CRLF."""
+    """Return where the last whole event ends; lines may end in LF or CRLF."""
     return max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3) if b"\n\n" in data or b"\n\r\n" in data else 0
 
 
 def whole_answer(events: bytes, load: Headers | None = None) -> Answered | None:
-    """The whole answer at the end of a journal; None if it is missing. `load`: the worker's load report."""
+    """Return the whole answer at the end of a journal; None if it is missing. `load` is the worker's load report."""
     whole = last_data(events)
     return None if whole is None else Answered(failed_with(events) or 200, JSON + load if load else JSON, whole)
 

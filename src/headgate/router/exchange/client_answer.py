@@ -23,7 +23,7 @@ class ClientAnswer:
     __slots__ = ("_begun", "_client", "chunked", "id")
 
     def __init__(self, client: Downstream, id: str, version: str) -> None:
-        """`version`: the client's HTTP version."""
+        """Prepare the answer to request `id`; `version` is the client's HTTP version."""
         self._client = client
         self._begun = False  # the head of a stream was sent
         self.chunked = version == "1.1"
@@ -58,7 +58,7 @@ class ClientAnswer:
         self.end_stream()
 
     def send_whole(self, worker: Worker | None, answer: Answered) -> None:
-        if self._begun:  # a refusal after keep-alive comments were sent
+        if self._begun:  # keep-alive comments were sent before this refusal
             return self.send_stream(worker, b"data: %b\n\n" % escaped(answer.body.replace(b"\n", b" ")))
         if answer.headers is JSON and answer.status == 200 and worker is not None:
             name = worker.name.encode()

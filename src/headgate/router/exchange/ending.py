@@ -1,7 +1,7 @@
 """Final answers that the router composes, for requests that end while no worker has them: queued or between workers.
 
-The router knows no text that the client has not received. It reports `finish_reason: abort` for every unfinished choice; a
-whole answer contains the tokens of a lost worker as token ids.
+The router does not know text that the client has not received. It reports `finish_reason: abort` for every unfinished
+choice. If the client waits for a whole answer, the tokens of a lost worker are given as token ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CUT_SHORT = re.compile(rb'\{"message":"[^"\\]* after (\d+) tokens \(\w+\)","type
 
 
 class RequestEnded(RequestError):
-    """An end for endpoints whose answers have no finish reason."""
+    """The end of a request as an error, for endpoints whose answers have no finish reason."""
 
     status = 409
     code = "aborted"
@@ -71,7 +71,7 @@ def final_answer(
     cause: str = CAUSE,
     strict: bool = False,
 ) -> bytes:
-    """The ends as events or as a whole answer; raises RequestEnded or Unavailable for endpoints that have neither."""
+    """Return the ends as events or as a whole answer; raises RequestEnded or Unavailable for other endpoints."""
     shape = _SHAPES.get(path)
     if shape is None:
         if cause == DEADLINE:
@@ -96,7 +96,7 @@ def final_answer(
 
 
 def as_aborted(ending: bytes, cause: str = CAUSE, *, strict: bool = False) -> bytes:
-    """A withheld end, rewritten as the end that was requested since."""
+    """Return a withheld end, rewritten as the end that was requested in the meantime."""
     reason = b"length" if strict else b"abort"
     ending = WORKERS_END.sub(b'"finish_reason":"%b","cause":"%b"' % (reason, cause.encode()), ending)
     return CUT_SHORT.sub(lambda found: _problem(int(found[1]), cause), ending) if strict else ending
@@ -107,7 +107,7 @@ def _problem(tokens: int, cause: str) -> bytes:
 
 
 def usage_of(journal: Journal) -> Usage:
-    """What the client has received. The prompt length is 0 until a worker has sent its first token."""
+    """Return the usage of what the client has received. The prompt length is 0 until a worker has sent a token."""
     prompt = journal.prompt
     return {"prompt_tokens": prompt, "completion_tokens": journal.tokens, "total_tokens": prompt + journal.tokens}
 
@@ -122,7 +122,7 @@ def wants_usage(body: bytes) -> bool:
 
 
 def _with_ids(end: End, choice: dict[str, Any]) -> dict[str, Any]:
-    """Add the token ids that a lost worker made; sent back as `generated_token_ids`, they continue the answer."""
+    """Add the token ids that a lost worker generated. A client can send them back to continue the answer."""
     if not end.ids:
         return choice
     spans = [{"version": version, "tokens": tokens} for version, tokens in end.versions]

@@ -1,7 +1,7 @@
-"""How far an answer has come, read from the comments that a worker writes between its events.
+"""The progress of an answer, read from the comments that a worker writes between its events.
 
-Bytes are stored unparsed. They are parsed when there are many of them, or when another worker must resume the answer.
-`contract/journal.py` defines the lines.
+Comments are stored unparsed. They are parsed when there are many of them, or when another worker must resume the
+answer. `contract/journal.py` defines their lines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headgate.contract.journal import CACHED_LINES, FINISH, FINISH_LINES, PROMPT
 
 @dataclass(slots=True)
 class ChoiceProgress:
-    """How far one choice has come."""
+    """The progress of one choice."""
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
     versions: list[list[int]] = field(default_factory=list)  # [version, count] spans
@@ -38,18 +38,18 @@ class ChoiceProgress:
 
 
 class Journal:
-    KEPT_BYTES = 16 * 2**10  # stored unparsed; more than that is parsed and discarded
+    KEPT_BYTES = 16 * 2**10  # most bytes stored unparsed; when there are more, they are parsed and discarded
 
     _size = 0
     _unreadable = False
     _prompt = 0
 
     def __init__(self) -> None:
-        self.raw: list[bytes] = []  # stored unparsed
+        self.raw: list[bytes] = []  # events that are not parsed yet
         self._choices: dict[int, ChoiceProgress] = {}
 
     def feed(self, events: bytes) -> None:
-        """Add whole events, as the worker sent them."""
+        """Add events, which must be whole, as the worker sent them."""
         self.raw.append(events)
         self._size += len(events)
         if self._size > self.KEPT_BYTES:
@@ -66,7 +66,7 @@ class Journal:
             self._unreadable = True
 
     def _parse(self, raw: bytes) -> None:
-        if not self._choices and (prompt := PROMPT_LINES.search(raw)):  # its line precedes the first tokens
+        if not self._choices and (prompt := PROMPT_LINES.search(raw)):  # this line precedes the first tokens
             self._prompt = int(prompt[1])
         for (index, version), lines in groupby(TOKENS_LINES.findall(raw), itemgetter(0, 1)):
             *_, chars, ids = zip(*lines, strict=True)
@@ -88,7 +88,7 @@ class Journal:
 
     @property
     def unreadable(self) -> bool:
-        """Whether the journal is invalid: no worker can resume the answer."""
+        """Whether the journal is invalid, so that no worker can resume the answer."""
         self.read()
         return self._unreadable
 
@@ -99,7 +99,7 @@ class Journal:
         return self._prompt
 
     def emptied(self) -> Journal:
-        """The journal of an answer of which the client receives nothing."""
+        """Return a copy for a client that receives no part of the answer."""
         journal = Journal()
         journal._prompt = self.prompt
         return journal
@@ -115,12 +115,12 @@ class Journal:
 
     @property
     def extent(self) -> tuple[int, int, int]:
-        """Totals over all choices: tokens, characters, ends."""
+        """Totals over all choices: tokens, characters, ended choices."""
         choices = self.choices.values()
         return self.tokens, sum(each.chars for each in choices), sum(each.finish is not None for each in choices)
 
     def cached(self, choices: int) -> tuple[int, int] | None:
-        """(Prompt tokens, cached prompt tokens), if the worker has reported them."""
+        """Return (prompt tokens, cached prompt tokens) if the worker has reported them, else None."""
         if choices > 1 or 0 in self._choices:
             ends = [choice.finish for choice in self.choices.values() if choice.finish is not None]
             return min(((int(str(finish[2])), int(str(finish[3]))) for finish in ends), default=None)
@@ -129,7 +129,7 @@ class Journal:
         return None if found is None else (int(found[1]), int(found[2]))
 
     def resume(self, *, streamed: bool) -> bytes:
-        """The `resume` field of a request to another worker."""
+        """Return the `resume` field of a request to another worker."""
         return msgspec.json.encode(
             {
                 "choices": [
@@ -147,7 +147,7 @@ class Journal:
 
 
 def splice(body: bytes, name: str, value: bytes) -> bytes:
-    """The JSON object `body` with one more field."""
+    """Return the JSON object `body` with one more field."""
     body = body.rstrip()
     assert body.endswith(b"}")
     comma = b"" if body[:-1].rstrip().endswith(b"{") else b","

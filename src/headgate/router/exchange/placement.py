@@ -1,4 +1,4 @@
-"""The decision which worker answers a request, and which one computes its prompt if that is a different one."""
+"""A placement: the worker that answers a request, and the worker that computes its prompt, if that is another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headgate.router.fleet.worker import Worker
 
 
 class Placement(LoadShare):
-    """The request's share of the worker's load; given back when the attempt ends."""
+    """The worker chosen for a request, and the request's share of its load, given back when the attempt ends."""
 
     __slots__ = ("found", "prefill", "reason", "visits")
 
@@ -37,6 +37,6 @@ class Placement(LoadShare):
             visit.last_s = now_s
 
     def undo(self) -> None:
-        """Remove the prompt from the prefix index: the worker has not computed it."""
+        """Remove the prompt from the prefix index, because the worker has not computed it."""
         for visit in self.visits:
             visit.undo()

@@ -1,8 +1,8 @@
 """The prefill request of prefill/decode disaggregation: one worker computes the prompt, another one answers.
 
 The prefill worker receives `export_kv` and answers with a ticket as soon as KV can be fetched, before the prompt is
-computed. Its connection stays open while the KV may still be needed; closing it cancels the prefill. A failure here costs
-time, never the answer: without a ticket the decode worker computes the prompt itself.
+computed. Its connection stays open while the KV may still be needed; closing it cancels the prefill. If the prefill
+fails, the answer is only delayed: without a ticket, the decode worker computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from headgate.router.fleet.fleet import LoadShare
 TICKET = re.compile(rb'^data: \{"kv_ticket":(\{.*\})\}\r?$', re.MULTILINE)
 MOST_BYTES = 2**20
 PREFILL_LINE = b"x-headgate-prefill: 1\r\n"
-PREFILL = "#prefill"  # clients' ids cannot end in this: the router rejects them
-LONGEST_NAME = 240  # of the request's id, before PREFILL is appended
+PREFILL = "#prefill"  # the router rejects ids of clients that end in this
+LONGEST_NAME = 240  # longest part of the request's id to which PREFILL is appended
 
 
 class NoTicket(Exception):
-    """The worker offers no KV: the prompt is too short, or the worker has no room."""
+    """The worker offers no KV: the prompt is too short, or the worker has too few free blocks."""
 
 
 class PrefillRequest(Reader):
-    """Reads the prefill worker's response, a ticket and later its end, and then gives back its share of the load."""
+    """Reads the prefill worker's response: a ticket, and later the end. Then its share of the load is given back."""
 
     def __init__(self, load_share: LoadShare) -> None:
         self.worker = load_share.worker
@@ -70,7 +70,7 @@ class PrefillRequest(Reader):
         if self.upstream is not None and self.upstream.answers(self):
             self.upstream.drop()
         if self.ticket.done() and not self.ticket.cancelled():
-            self.ticket.exception()  # mark as retrieved
+            self.ticket.exception()  # marks the exception as retrieved, so that asyncio does not log it
         self._end()
 
     def _end(self) -> None:
@@ -84,7 +84,11 @@ class PrefillRequest(Reader):
 
 
 def prefill_name(id: str) -> str:
-    """An id of its own: the same worker may get the request itself before it notices that the prefill was cancelled."""
+    """Return the id of the prefill request.
+
+    It differs from the request's own id, because the same worker may get that request before it notices that the
+    prefill was cancelled.
+    """
     if len(id) > LONGEST_NAME:
         digest = blake2b(id.encode(), digest_size=16).hexdigest()
         id = f"{id[: LONGEST_NAME - len(digest)]}{digest}"
@@ -92,16 +96,16 @@ def prefill_name(id: str) -> str:
 
 
 def prefill_body(body: bytes, id: str, *, named: bool) -> bytes:
-    """`named`: the body contains a request id, which this one replaces."""
+    """Return the body of the prefill request. `named` means that `body` has a request id, which `id` replaces."""
     body = splice(body, "export_kv", b"true")
-    return splice(body, "request_id", msgspec.json.encode(id)) if named else body  # the last one counts
+    return splice(body, "request_id", msgspec.json.encode(id)) if named else body  # the last of two fields counts
 
 
 async def request_ticket(prefill: PrefillRequest, pool: Pool, request: bytes, timeout_s: float) -> bytes:
-    """The ticket for the KV of the prompt; raises NoTicket or WorkerLost."""
+    """Send the prefill request and return the ticket for the KV of the prompt; raises NoTicket or WorkerLost."""
     try:
         async with asyncio.timeout(timeout_s):
-            # A new connection: the worker may be closing an idle one at this moment.
+            # Always a new connection, because the worker may be closing an idle one at this moment.
             prefill.upstream = await pool.connect()
             prefill.upstream.send(request, prefill, once=True)
             return await prefill.ticket

@@ -1,8 +1,8 @@
-"""The relay: carries out the actions of a routed request, from its last byte in to its last byte out.
+"""The relay: carries out the actions of a routed request, from its arrival to the last byte of its answer.
 
-An `Exchange` is one request. Everything that happens to it is an event; the table in `states` maps events to actions, and
-this module performs them. Admission, placement, tickets and connections run as tasks that end with an event. The bytes of
-an answer pass from the worker's connection to the client's in an `Attempt`, not through this module.
+An `Exchange` is one request. Everything that happens to it is an event; the table in `states` maps events to actions,
+and this module performs them. Admission, placement, tickets and connections run as tasks that end with an event. The
+bytes of an answer pass from the worker's connection to the client's in an `Attempt`, not through this module.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 
 RECOMPUTE = b"x-headgate-on-preempt: recompute\r\n"
 DEADLINE_GRACE_S = 0.5  # how long a worker may take to end a request after its deadline; servers take up to 0.3 s
-LONGEST_MS = 1e12  # a longer deadline is left to the worker to refuse
-RENDER_S = 2.0  # for workers to turn the token ids of an aborted answer into text
+LONGEST_MS = 1e12  # longer deadlines are ignored here; the worker refuses them
+RENDER_S = 2.0  # how long workers may take to turn the token ids of an aborted answer into text
 
 
 class NoWorker(Unavailable):
@@ -74,7 +74,7 @@ class NoWorker(Unavailable):
 
 
 class Services(Protocol):
-    """What an exchange needs from the router."""
+    """The part of the router that an exchange uses."""
 
     loop: asyncio.AbstractEventLoop
     config: RouteConfig
@@ -90,16 +90,16 @@ class Services(Protocol):
     draining: bool
 
     def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
-        """A placement on a worker that is ready now; None if there is none."""
+        """Return a placement on a worker that is ready now; None if there is none."""
 
     async def place(self, exchange: Exchange, retry_state: RetryState) -> Placement | None:
-        """A placement as soon as a worker is ready; None if no worker can become ready."""
+        """Wait until a worker is ready and return a placement on it; None if no worker can become ready."""
 
     async def admit(self, exchange: Exchange) -> None:
         """Wait for admission."""
 
     def no_worker(self) -> RequestError:
-        """Why no worker can take a request."""
+        """Return the error that says why no worker can take a request."""
 
     def attempt_ended(self, exchange: Exchange, placement: Placement, outcome: Outcome) -> None: ...
 
@@ -115,13 +115,13 @@ class Exchange:
 
     # Initial values. They are class attributes because setting them per request would cost more.
     id = ""
-    key = "", "", 0  # in `Router.live`
+    key = "", "", 0  # the key in `Router.live`
     state = QUEUED
     attempt: Attempt | None = None
-    prefill_request: PrefillRequest | None = None  # while another worker computes the prompt
-    retry_state: RetryState | None = None  # once an attempt has failed, or placement has to wait
+    prefill_request: PrefillRequest | None = None  # set while another worker computes the prompt
+    retry_state: RetryState | None = None  # set once an attempt has failed, or placement has to wait
     moves = 0  # attempts that were followed by another one
-    departures: tuple[Departure, ...] = ()  # why each of those ended
+    departures: tuple[Departure, ...] = ()  # why each of the attempts counted by `moves` ended
     full = False  # the client reads too slowly
     slow = False  # the client has been full at least once
     unresumable = False  # the client has received part of an answer without a journal
@@ -130,14 +130,14 @@ class Exchange:
     overtaken = False  # a worker had the request when that pause began
     kept = False  # the request has survived such a pause
     end_report: EndReport | None = None
-    graces = 0  # granted to workers since the deadline
-    _timer: asyncio.TimerHandle | None = None  # for the deadline
-    _work: asyncio.Task[None] | None = None  # admission, placement, a ticket or a connection
+    graces = 0  # how often workers were given extra time after the deadline
+    _timer: asyncio.TimerHandle | None = None  # fires at the deadline
+    _work: asyncio.Task[None] | None = None  # the wait for admission, placement, a ticket or a connection
     _placement: Placement | None = None
     _upstream: Upstream | None = None  # a connection that is not used yet
     _ticket: bytes | None = None
     last_attempt: tuple[Worker, Outcome] | None = None
-    refusal: RequestError | None = None  # an error of admission
+    refusal: RequestError | None = None  # the error if admission failed
     _ends: tuple[asyncio.Future[None], ...] = ()  # callers that wait for the end
     answer: ClientAnswer
 
@@ -156,7 +156,7 @@ class Exchange:
     def __repr__(self) -> str:
         return f"<Exchange {self.id} {self.state.name.lower()}, {self.moves} moves>"
 
-    # -- what is known of it ----------------------------------------------------------
+    # -- status -----------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
@@ -164,22 +164,22 @@ class Exchange:
 
     @property
     def began(self) -> float:
-        """Seconds since 1970."""
+        """The time of the request's arrival, in seconds since 1970."""
         return time.time() - (self.router.loop.time() - self.began_s)
 
     @property
     def ending(self) -> bool:
-        """The end was requested: no other worker resumes the answer."""
+        """Whether the end was requested, so that no other worker resumes the answer."""
         return self.cause is not None
 
     @property
     def cut(self) -> bool:
-        """The router ended the answer before it was complete."""
+        """Whether the router ended the answer before it was complete."""
         return self.state is State.RENDERING or (self.end_report is not None and self.end_report.cut)
 
     @property
     def ended_by_pause(self) -> bool:
-        """The router ended the request because of a pause; no worker counts it as ended."""
+        """Whether the router itself ended the request because of a pause, so that no worker counts it as ended."""
         return self.end_report is not None and self.end_report.paused
 
     @property
@@ -189,23 +189,23 @@ class Exchange:
 
     @property
     def is_untouched(self) -> bool:
-        """The current worker has produced nothing yet; the request may be in its queue."""
+        """Whether the current worker has generated nothing yet; the request may be in its queue."""
         moved = self.retry_state is not None and self.journal.extent == self.retry_state.extent
         return moved or not self.journal.choices
 
     @property
     def end_pending(self) -> bool:
-        """The end was requested and has not been sent to the client."""
+        """Whether the end was requested and has not been sent to the client."""
         return self.ending and not self.over
 
     @property
     def is_unread(self) -> bool:
-        """The end waits for a client that does not read."""
+        """Whether the end waits for a client that does not read."""
         return self.end_pending and self.full
 
     @property
     def model(self) -> str:
-        """As the request names it, or the first model of the fleet."""
+        """The model that the request names, or else the first model of the fleet."""
         return self.info.model or next((name for worker in self.router.fleet for name in worker.models), "")
 
     def no_worker(self) -> RequestError:
@@ -217,7 +217,7 @@ class Exchange:
     # -- events from outside ------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start; the request is sent at once if no step has to wait."""
+        """Start the exchange; the request is sent at once if no step has to wait."""
         if self.info.deadline_ms is not None and (left_s := self.left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
         self.answer = ClientAnswer(self.client, self.id, self.request.head.version)
@@ -239,7 +239,7 @@ class Exchange:
         upstream = router.fleet.pool(placement.worker).take()
         if upstream is None:
             return self._on(Event.PLACED)
-        # The same as three transitions of the table; nearly every request starts this way.
+        # A shortcut for three transitions of the table; nearly every request starts this way.
         self.state = ASKING
         return self._send_over(upstream, placement)
 
@@ -253,26 +253,29 @@ class Exchange:
             (self.attempt.upstream.hold if full else self.attempt.upstream.release)()
 
     def hold(self, mode: PauseMode) -> None:
-        """A pause of the fleet begins."""
+        """Called when a pause of the fleet begins."""
         self.held, self.overtaken = mode, self.worker is not None
         self._on(Event.HELD)
 
     def release(self) -> None:
-        """The pause of the fleet has ended."""
+        """Called when the pause of the fleet has ended."""
         self.held, self.kept = None, True
 
     def ask_end(self, cause: str) -> None:
-        """A worker that has the request was asked to end it; without one the router ends it. The first cause counts."""
+        """Note that the worker which has the request was asked to end it; if there is none, end the request here.
+
+        If several causes are given, the first one counts.
+        """
         self._set_cause(cause)
         self._on(Event.END_ASKED)
 
     def end(self, cause: str = CAUSE) -> None:
-        """End the request now. A worker that has it sees its connection close."""
+        """End the request now. If a worker has it, the connection to that worker is closed."""
         self._set_cause(cause)
         self._on(Event.END_NOW)
 
     def cancel(self) -> None:
-        """The router is shutting down."""
+        """End the request because the router is shutting down."""
         self._on(Event.CLOSING)
 
     def when_over(self) -> asyncio.Future[None]:
@@ -289,7 +292,7 @@ class Exchange:
             self.answer.keep_alive()
 
     def waits_out_a_pause(self, retry_state: RetryState, *, queueing: bool) -> bool:
-        """Whether the request waits for the fleet to resume: it came before the pause, or the pause queues requests."""
+        """Whether the request waits for the fleet to resume: it precedes the pause, or the pause queues requests."""
         last = retry_state.last
         ended = last is not None and isinstance(last[1], Withheld) and last[1].cause == PAUSE
         return not ended and (queueing or self.held is not None)
@@ -297,13 +300,16 @@ class Exchange:
     # -- events of its attempts ---------------------------------------------------------
 
     def begin_stream(self, worker: Worker, headers: Headers) -> None:
-        """The head of a streamed response has arrived."""
+        """Called when the head of a streamed response has arrived: send a head to the client."""
         self.answer.begin_stream(worker, headers)
         if self.state is ASKING:
             self.state = STREAMING
 
     def pipe(self) -> EventPipe | None:
-        """A pipe that bypasses the attempt for ordinary events; None if the client does not accept chunks."""
+        """Return a pipe that sends events straight to the client, except errors and the end of the answer.
+
+        The attempt handles those two. None if the answer is not sent in chunks.
+        """
         return self.client.pipe(self.journal) if self.answer.chunked else None
 
     def write_events(self, events: bytes) -> None:
@@ -323,7 +329,7 @@ class Exchange:
         return self._attempt_ended(outcome)
 
     def _answered(self, outcome: Outcome) -> None:
-        """A shortcut of `_attempt_ended` for a first attempt with a final answer, as nearly always."""
+        """A shortcut of `_attempt_ended` for the common case: a first attempt with a final answer."""
         placement, self._placement = self._placement, None
         before, self.state, self.attempt = self.state, CLOSED, None
         assert placement is not None
@@ -388,7 +394,7 @@ class Exchange:
         )
 
     def _is_text_missing(self) -> bool:
-        """Whether a whole answer would have token ids without text, which only a worker can render."""
+        """Whether a whole answer would contain token ids without text, which only a worker can turn into text."""
         if self.info.stream or self.info.logprobs or self.cause == DEADLINE or self.client.gone:
             return False
         if self.router.holding or self.router.draining:
@@ -396,7 +402,7 @@ class Exchange:
         return bool(self.journal.choices) and reports.withheld_end(self) is None
 
     def _has_others(self) -> bool:
-        """Whether another worker could end the request: it can compute usage and text from the journal."""
+        """Whether there is another worker that could end the request, with usage and text from the journal."""
         ours = (worker for worker in self.router.fleet if worker.available and worker.kind == "headgate")
         if self.ending or self.full or self.router.holding:
             return False
@@ -427,7 +433,7 @@ class Exchange:
     # -- waiting --------------------------------------------------------------------------
 
     def _wait_for(self, work: Callable[[], Awaitable[Callable[[], None]]]) -> None:
-        """Run `work` as a task, then call what it returns. The task is cancelled when the request closes."""
+        """Run `work` as a task, then call the function that it returns. Closing the request cancels the task."""
         self._work = self.router.loop.create_task(self._run(work))
 
     async def _run(self, work: Callable[[], Awaitable[Callable[[], None]]]) -> None:
@@ -470,7 +476,7 @@ class Exchange:
             request, timeout_s = self._prefill_request_to(worker), router.config.ticket_timeout_s
             self._ticket = await request_ticket(prefill, router.fleet.pool(worker), request, timeout_s)
         except (NoTicket, WorkerLost) as error:
-            self._leave_prefill()  # at once: the prefill request may still be queued
+            self._leave_prefill()  # now, because the prefill request may still be queued
             if isinstance(error, WorkerLost) and worker.state != "down":
                 router.fleet.failed(worker, str(error))
             log.info("%s: no KV from prefill worker %s (%s)", self.id, worker.name, error)
@@ -500,7 +506,7 @@ class Exchange:
         upstream, worker = self._upstream, self._placed_at.worker
         if worker.kind != "unknown" or upstream is None:
             return self._on(Event.CONNECTED)
-        # The worker was removed since it was chosen: another kind of server may answer at its address now.
+        # The worker was removed after it was chosen; another kind of server may answer at its address now.
         self._upstream = None
         upstream.drop()
         return self._attempt_ended(Lost("the worker was removed"))
@@ -551,11 +557,11 @@ class Exchange:
         return forward(worker, self.request, self.tenant, self.id, body, more, part=part)
 
     def _from_where_it_is(self, body: bytes) -> bytes:
-        """The body that resumes the answer."""
+        """Return the body that makes a worker resume the answer."""
         if not self.journal.choices:
             return body
         if not self.info.stream and self.info.logprobs:
-            # The journal has no log-probabilities. The answer starts anew; the client has received none of it.
+            # The journal has no log-probabilities, so the answer starts again; the client has received none of it.
             self.journal = Journal()
             return body
         return splice(body, "resume", self.journal.resume(streamed=self.info.stream))
@@ -581,7 +587,7 @@ class Exchange:
         placement.give_back()
 
     def _undo(self) -> None:
-        """Revoke the placement: the fleet was held before the request was sent."""
+        """Revoke the placement, because the fleet was paused before the request was sent."""
         self._stop_waiting()
         placement = self._placed_at
         self._drop()
@@ -602,7 +608,7 @@ class Exchange:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the deadline, negative after it; None without a deadline, or with one that workers refuse."""
+        """Seconds until the deadline, negative after it; None if there is none, or one that workers refuse."""
         due_ms = self.info.deadline_ms
         if due_ms is None or not 0 < due_ms <= LONGEST_MS:
             return None
@@ -629,7 +635,10 @@ class Exchange:
             self.cause = PAUSE
 
     def _render(self) -> None:
-        """Have a worker turn the token ids of the answer into text: it resumes a journal whose choices have all ended."""
+        """Ask a worker to turn the token ids of the answer into text.
+
+        The worker gets a request to resume a journal in which all choices have ended.
+        """
         self._stop_waiting()
         self._drop()
         self.moves = max(self.moves, 1)

@@ -1,7 +1,7 @@
 """Reports to the client: a worker's answer, an error, or an end that the router composes from the journal.
 
-A report is the last thing that the client of a request receives. A function here sends one, or raises a RequestError,
-which `sending` turns into the client's answer.
+A report is the last part of the answer that a client receives. The functions here send one, or raise a RequestError,
+which `sending` sends to the client instead.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ class WorkersFailed(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class EndReport:
-    """An end that the router sent for lack of a worker's: composed, or rendered by a worker that did not generate it."""
+    """An end that did not come from the worker that generated the answer.
+
+    The router composed it, or another worker turned its token ids into text.
+    """
 
     cut: bool  # the answer is incomplete because of an abort or a pause, not because of its deadline
-    paused: bool  # because of a pause; no worker counts the request as ended
+    paused: bool  # it ended because of a pause, and no worker counts the request as ended
 
 
 class Reported(Protocol):
@@ -49,7 +52,7 @@ class Reported(Protocol):
     retry_state: RetryState | None
     last_attempt: tuple[Worker, Outcome] | None
     refusal: RequestError | None
-    cause: str | None  # of an end that was requested
+    cause: str | None  # why the end was requested
     end_report: EndReport | None
 
     @property
@@ -60,7 +63,7 @@ class Reported(Protocol):
     def model(self) -> str: ...
 
     def no_worker(self) -> RequestError:
-        """Why no worker can take the request."""
+        """Return the error that says why no worker can take the request."""
 
     def count_failure(self, error: RequestError) -> None: ...
 
@@ -69,7 +72,7 @@ Subject = TypeVar("Subject", bound=Reported)
 
 
 def sending(report: Callable[[Subject], None]) -> Callable[[Subject], None]:
-    """`report`, with errors sent in place of the answer. Nothing is sent to a client that has disconnected."""
+    """Wrap `report` so that an error is sent to the client, and nothing to a client that has disconnected."""
 
     def act(exchange: Subject) -> None:
         if exchange.client.gone:
@@ -89,7 +92,7 @@ def pass_on(exchange: Reported) -> None:
 
 
 def pass_text_on(exchange: Reported) -> None:
-    """The answer of the worker that was asked to render token ids, if it did."""
+    """Send the answer of the worker that was asked to turn token ids into text, if it did."""
     assert exchange.last_attempt is not None
     worker, outcome = exchange.last_attempt
     if isinstance(outcome, Answered) and outcome.status != 200:
@@ -101,7 +104,7 @@ def pass_text_on(exchange: Reported) -> None:
 
 
 def report_last(exchange: Reported) -> None:
-    """The outcome to report when no worker can continue the answer."""
+    """Report the last outcome, because no worker can continue the answer."""
     last = None if exchange.retry_state is None else exchange.retry_state.last
     if last is None:
         raise exchange.no_worker()
@@ -109,7 +112,7 @@ def report_last(exchange: Reported) -> None:
     refused = isinstance(outcome, Lost) or (isinstance(outcome, Answered) and outcome.status == 503)
     left_s = exchange.left_s
     if refused and left_s is not None and left_s <= 0:
-        # The deadline explains more than a worker that was paused or lost.
+        # The deadline explains the end better than a worker that was paused or lost.
         exchange.cause = exchange.cause or DEADLINE
         return report_end(exchange)
     return conclude(exchange, worker, outcome)
@@ -151,7 +154,7 @@ def report_end(exchange: Reported) -> None:
     cause, stream = exchange.cause, exchange.info.stream
     assert cause is not None
     if cause == DEADLINE and not stream and withheld_end(exchange) is None:
-        exchange.journal = exchange.journal.emptied()  # the client gets no part of the answer; its usage says so
+        exchange.journal = exchange.journal.emptied()  # the client gets no part of the answer, nor usage for it
     ends = [_end_of(exchange.journal, i, cause) for i in range(min(exchange.info.n, MOST_CHOICES))]
     finished = {i for i, choice in exchange.journal.choices.items() if choice.finish is not None}
     unfinished = [end for end in ends if end.index not in finished]
@@ -183,19 +186,19 @@ def _end_of(journal: Journal, index: int, cause: str) -> End:
     choice = journal.choices.get(index)
     if choice is None:
         return End(index, cause=cause)
-    # This includes finished choices of a whole answer: their text was lost with the worker.
+    # Finished choices of a whole answer are included, because their text was lost with the worker.
     return End(index, choice.tokens, cause=cause, versions=choice.versions)
 
 
 def withheld_end(exchange: Reported) -> tuple[Worker, Withheld] | None:
-    """The end that the last worker withheld, if it fits what the client has: no other worker has added to it since."""
+    """Return the end that the last worker withheld; None if the client has received more of the answer since."""
     if exchange.retry_state is None or exchange.retry_state.last is None:
         return None
     worker, outcome = exchange.retry_state.last
     if not isinstance(outcome, Withheld) or not outcome.cause:
         return None
     extent, before = exchange.journal.extent, exchange.retry_state.extent
-    # A whole answer that was begun anew may have fewer tokens than the withheld one.
+    # A whole answer that was started again may have fewer tokens than the withheld one.
     outdated = extent != before or outcome.rescheduled if exchange.info.stream else extent > before
     return None if outdated else (worker, outcome)
 

@@ -13,9 +13,9 @@ from headgate.router.exchange.ending import PAUSE
 from headgate.router.exchange.states import Event
 from headgate.router.fleet.worker import Worker
 
-ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # another worker may succeed
-PASSING = frozenset((409, 500, 502, 504))  # the same worker may succeed later
-ENGINE_LOST = b'"code":"engine_lost"'  # in a 503; a pause, which is reported to the client, has another code
+ELSEWHERE = frozenset((429, 500, 502, 503, 504))  # statuses after which another worker may succeed
+PASSING = frozenset((409, 500, 502, 504))  # statuses after which the same worker may succeed later
+ENGINE_LOST = b'"code":"engine_lost"'  # in a 503; a 503 of a paused worker has another code
 
 
 def is_final(outcome: Outcome) -> bool:
@@ -36,7 +36,7 @@ def _may_pass(outcome: Outcome) -> bool:
 
 
 def _lacks_an_engine(outcome: Outcome) -> bool:
-    """Whether the worker lost its engine; it may have another one by its next probe."""
+    """Whether the worker lost its engine. It may have another engine by its next probe."""
     match outcome:
         case Withheld(_, ending):
             return ENGINE_LOST in ending
@@ -57,7 +57,7 @@ def _is_refusal(outcome: Outcome) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the client has received when an attempt ends."""
+    """What the client has received by the end of an attempt."""
 
     extent: tuple[int, int, int] = (0, 0, 0)  # tokens, characters, ended choices
     resumable: bool = True  # another worker can continue; false for an answer without a journal
@@ -69,27 +69,28 @@ class Progress:
 
 class RetryState:
     def __init__(self, config: RouteConfig, take_retry: Callable[[], bool], random: Random) -> None:
-        """`take_retry` takes one retry from the shared budget; False if none is left."""
+        """Start without attempts. `take_retry` takes one retry from the shared budget; False if none is left."""
         self._config = config
         self._take_retry = take_retry
         self._random = random
         self.excluded: set[Worker] = set()
-        # Workers that ended or refused the request: the state they were in, and the probe count if a probe may change that.
+        # Workers that ended or refused the request, with `Worker.changes` at that time. Also `Worker.probes`, if the
+        # reason may have passed by the next good probe, without a change of state.
         self._unwilling: dict[Worker, tuple[int, int | None]] = {}
         self._failed: set[Worker] = set()  # workers whose failure may be temporary
-        self._paused: set[Worker] = set()  # workers that refused it because they were paused
+        self._paused: set[Worker] = set()  # workers that refused the request because they were paused
         self.fruitless = 0  # consecutive attempts without a new token
         self.last: tuple[Worker, Outcome] | None = None  # what the client receives if no later attempt is better
-        self.extent = (0, 0, 0)  # what the client had received by then
+        self.extent = (0, 0, 0)  # what the client had received when the last attempt ended
         self.probed = False  # the workers were probed since the last refusal
         self.left_behind: Worker | None = None  # the worker that refuses because it still has an earlier attempt
         self._tried: set[Worker] = set()
         self._reschedules = 0
-        self._full: set[Worker] = set()  # workers that had no room for it
+        self._full: set[Worker] = set()  # workers that preempted the request for lack of KV memory
         self._tokens = 0
 
     def judge(self, worker: Worker, outcome: Outcome, progress: Progress) -> Event:
-        """Record an outcome. FINAL and EXHAUSTED: no attempt follows, and the client receives `last`."""
+        """Record an outcome. After FINAL or EXHAUSTED, no attempt follows, and the client receives `last`."""
         if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(worker, outcome)):
             self.last = worker, outcome
             return Event.FINAL
@@ -109,25 +110,28 @@ class RetryState:
         return self.fruitless <= self._config.retries and self._take_retry()
 
     def _waits_for_room(self, outcome: Outcome) -> bool:
-        """Whether an answer that has begun met a full queue: it retries with backoff until its deadline."""
+        """Whether a worker refused an answer that has begun because its queue is full; retried until the deadline."""
         begun = self._tokens > 0 or self.was_cut
         return begun and isinstance(outcome, Answered) and outcome.status == 429
 
     def recomputes(self, worker: Worker) -> bool:
-        """Whether `worker` must keep the request even without room: it rescheduled it before, or no move is left."""
+        """Whether `worker` must recompute the request when it preempts it, instead of returning it to the router.
+
+        It must if it returned the request before, or if no moves to other workers are left.
+        """
         return worker in self._full or 0 < self._config.preempt_retry_count <= self._reschedules
 
     def asked_again(self, worker: Worker) -> None:
-        """The connection broke before a response and the request is sent again: the worker may have received both."""
+        """Note that the request is sent to `worker` again after a broken connection; it may receive it twice."""
         self._tried.add(worker)
 
     def _elsewhere(self, worker: Worker, answer: Answered) -> bool:
-        """Another worker may succeed, or the same one once it has noticed that an earlier attempt is over."""
+        """Whether another worker may succeed, or the same one once it has noticed that an earlier attempt is over."""
         asked_before = self.last is not None or worker in self._tried
         return answer.status in ELSEWHERE or (answer.status == 409 and asked_before)
 
     def _says_less(self, outcome: Outcome, progress: Progress) -> bool:
-        """Whether the previous outcome says more: it has part of the answer, or reports a full worker."""
+        """Whether `outcome` tells less than the last one, which has part of the answer or reports a full queue."""
         if self.was_full:
             return isinstance(outcome, Answered) and outcome.status == 503
         unchanged = progress.extent == self.extent
@@ -153,14 +157,14 @@ class RetryState:
         passing = _may_pass(outcome) or self._waits_for_room(outcome)
         (self._failed.add if passing else self._failed.discard)(worker)
         if _is_refusal(outcome):
-            brief = _lacks_an_engine(outcome) or refused_as_paused(outcome)  # a probe may miss it
+            brief = _lacks_an_engine(outcome) or refused_as_paused(outcome)  # may end between two probes
             self._unwilling[worker] = worker.changes, worker.probes if brief else None
         else:
             self._unwilling.pop(worker, None)
 
     @property
     def rescheduled(self) -> bool:
-        """Whether the last worker had no room for the request."""
+        """Whether the last worker preempted the request for lack of KV memory and returned it."""
         return self.last is not None and isinstance(self.last[1], Withheld) and self.last[1].rescheduled
 
     @property
@@ -174,12 +178,12 @@ class RetryState:
 
     @property
     def was_full(self) -> bool:
-        """Whether a worker was full; this takes precedence over paused workers."""
+        """Whether a worker's queue was full; reporting this takes precedence over paused workers."""
         return self.last is not None and isinstance(self.last[1], Answered) and self.last[1].status == 429
 
     @property
     def would_report_a_pause(self) -> bool:
-        """Whether the client would receive nothing but the report of a pause."""
+        """Whether the client would receive only the report of a pause."""
         if self.last is None or refused_as_paused(self.last[1]):
             return True
         return isinstance(self.last[1], Withheld) and self.last[1].cause == PAUSE
@@ -189,7 +193,7 @@ class RetryState:
         return self.last is not None and refused_as_paused(self.last[1])
 
     def ask_again(self, worker: Worker) -> None:
-        """The worker runs again after a pause."""
+        """Allow attempts at `worker` again, because its pause has ended."""
         if worker in self._paused:
             self._paused.remove(worker)
             self.excluded.discard(worker)
@@ -211,7 +215,7 @@ class RetryState:
 
     @property
     def backoff_s(self) -> float:
-        """Delay before the next attempt; with jitter, so that requests of a dead worker do not move all at once."""
+        """Delay before the next attempt, with jitter, so that requests of a lost worker do not move all at once."""
         if self.fruitless < 2:
             return 0.0
         return min(0.05 * 2.0 ** (self.fruitless - 2), 1.0) * self._random.uniform(0.5, 1.5)

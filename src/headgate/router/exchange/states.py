@@ -21,12 +21,14 @@ Outcomes of an attempt: FINAL -> CLOSED: pass on. EXHAUSTED (no further attempt 
 outcome. STALE (a kept connection had been closed) -> CONNECTING on a fresh one. OVERTAKEN (refused because a pause reached
 the worker first) -> PLACING. UNFINISHED -> PLACING, or MOVING while the worker still has an earlier attempt.
 
-In every state: END_NOW and END_ASKED end the request (report the end -> CLOSED, or -> RENDERING if the router does not know
-the text of the answer); DEADLINE -> CLOSED: report the end, after a grace for the worker that has it; GONE (the client
-disconnected) and CLOSING (the router stops) -> CLOSED. While the fleet is held nothing
-is sent: what would be sent goes back to PLACING. A pause that aborts ends what would be placed again.
+In every state: END_NOW and END_ASKED end the request (report the end -> CLOSED, or -> RENDERING if the router does
+not know the text of the answer); DEADLINE -> CLOSED: report the end, after extra time for the worker that has the
+request; GONE (the client disconnected) and CLOSING (the router stops) -> CLOSED. While the fleet is paused, nothing
+is sent: a request that would be sent goes back to PLACING. If the pause aborts requests, a request that would be
+placed again ends.
 
-Entering CLOSED gives back everything that the state owned, once. The relay carries the actions out; this module is pure.
+Entering CLOSED gives back everything that the state owned, once. The relay carries out the actions; this module is
+pure.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class State(Enum):
     CLOSED = auto()
 
 
-# The relay compares with these for every request: a global costs a tenth of what a member of an Enum does.
+# The relay compares with these for every request: looking up a global costs a tenth of looking up an Enum member.
 QUEUED, PLACING, ASKING, STREAMING, CLOSED = State.QUEUED, State.PLACING, State.ASKING, State.STREAMING, State.CLOSED
 
 
@@ -66,13 +68,13 @@ class Event(Enum):
     NO_WORKER = auto()
     TICKET = auto()  # the prefill request was answered, with a ticket or without
     CONNECTED = auto()
-    FIRST_BYTES = auto()  # of a streamed answer
+    FIRST_BYTES = auto()  # the first bytes of a streamed answer have arrived
     FINAL = auto()
     EXHAUSTED = auto()
     STALE = auto()
     OVERTAKEN = auto()
     UNFINISHED = auto()
-    FORMER_ENDED = auto()  # the earlier attempt at the same worker
+    FORMER_ENDED = auto()  # the earlier attempt at the same worker has ended
     HELD = auto()  # the fleet is being paused
     END_ASKED = auto()  # the worker that has the request was asked to end it
     END_NOW = auto()
@@ -90,16 +92,16 @@ class Action(Enum):
     CONNECT = auto()
     CONNECT_FRESH = auto()
     SEND = auto()
-    UNDO = auto()  # the placement: no worker was asked
-    DROP = auto()  # the attempt and its placement
+    UNDO = auto()  # undo the placement, because no worker was asked
+    DROP = auto()  # abandon the attempt and its placement
     COUNT_MOVE = auto()
     END_FORMER = auto()
     START_GRACE = auto()
-    GIVE_UP = auto()  # on the worker: another one is to answer
-    END_BY_PAUSE = auto()  # the cause, unless there is one
+    GIVE_UP = auto()  # stop waiting for the worker, so that another one answers
+    END_BY_PAUSE = auto()  # set the cause to the pause, unless there is a cause
     END_BY_DEADLINE = auto()
     RENDER = auto()
-    RENDER_AGAIN = auto()  # at another worker
+    RENDER_AGAIN = auto()  # ask another worker for the text
     PASS_ON = auto()
     PASS_TEXT_ON = auto()
     REPORT_LAST = auto()
@@ -110,13 +112,13 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a transition depends on besides state and event."""
+    """The facts on which a transition depends, in addition to state and event."""
 
     holding: bool = False  # the fleet is paused, or being paused: nothing is sent
-    aborting: bool = False  # by a pause that ends this request
-    text_missing: bool = False  # the tokens of the answer are known and its text is not: a worker could render it
+    aborting: bool = False  # a pause is to end this request
+    text_missing: bool = False  # the tokens of the answer are known, but its text is not; a worker could render it
     former: bool = False  # the worker refused the request because it still has an earlier attempt
-    graces: int = 0  # given to workers since the deadline
+    graces: int = 0  # how often workers were given extra time since the deadline
     others: bool = False  # another worker could end the request after its deadline
 
 
@@ -127,7 +129,7 @@ MOST_GRACES: Final = 2
 
 
 class Impossible(Exception):
-    """An event that cannot happen in this state: a bug in the relay."""
+    """An event happened that is impossible in this state, which is a bug in the relay."""
 
 
 def transition(state: State, event: Event, facts: Facts) -> Step:
@@ -144,7 +146,7 @@ def _end(facts: Facts, *before: Action) -> Step:
 
 
 def _unless_held(state: State, action: Action) -> Rule:
-    """Send something, unless the fleet was held meanwhile."""
+    """Carry out `action`, which sends something, unless the fleet was paused meanwhile."""
     return lambda facts: (State.PLACING, (Action.UNDO, Action.PLACE)) if facts.holding else (state, (action,))
 
 
@@ -171,14 +173,17 @@ def _former_ended(facts: Facts) -> Step:
 
 
 def _rendered_nothing(facts: Facts) -> Step:
-    """Another worker may render the text."""
+    """The worker did not render the text: ask another one, if possible, else report the end without text."""
     if facts.text_missing:
         return State.RENDERING, (Action.COUNT_MOVE, Action.RENDER_AGAIN)
     return State.CLOSED, (Action.COUNT_MOVE, Action.REPORT_END)
 
 
 def _overdue(state: State) -> Rule:
-    """The worker has a grace, because it knows the usage and the text that it holds back; then another worker has one."""
+    """At the deadline, give the worker extra time to end the request; after that, give extra time to another worker.
+
+    A worker knows the usage and the text that it holds back; the router does not.
+    """
 
     def rule(facts: Facts) -> Step:
         if not facts.graces:

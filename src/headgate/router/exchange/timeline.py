@@ -1,8 +1,8 @@
 """The timeline of a request in the fleet: one stage per worker that has had it.
 
-Each worker reports its own stage, also after it has ended. The router records which workers left an answer unfinished, and
-why; nothing is recorded for requests that do not move, which are nearly all. Times are seconds since the request arrived;
-those reported by workers come from the workers' clocks.
+Each worker reports its own stage, even after the stage has ended. The router records which workers left an answer
+unfinished, and why; it records nothing for requests that do not move, which are nearly all. Times are seconds since
+the request arrived; times reported by workers come from the workers' clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from headgate.router.exchange.attempt import Answered, Lost, Outcome, Withheld
 from headgate.router.fleet.worker import Worker
 
-KEPT = 1000  # most ended requests that are remembered
+KEPT = 1000  # how many ended requests are remembered
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Stage(msgspec.Struct, kw_only=True):
 
     worker: str
     role: str
-    part: Literal["prompt", "answer"]  # prompt: its KV was computed for another worker
+    part: Literal["prompt", "answer"]  # "prompt": the worker computed the prompt's KV for another worker
     began_s: float
     first_token_s: float | None = None
     ended_s: float | None = None  # None: the stage is in progress
@@ -63,7 +63,7 @@ def _why(outcome: Outcome) -> str:
         case Lost(why):
             return why
         case Withheld(rescheduled):
-            return "it had no room for the request" if rescheduled else "it was pausing or shutting down"
+            return "it had too little KV memory" if rescheduled else "it was pausing or shutting down"
         case Answered(status):
             return f"it answered {status}"
     return "its answer was not complete"
@@ -81,7 +81,7 @@ class MovedRequests:
             self._kept.popitem(last=False)
 
     def get(self, id: str, tenant: str | None) -> MovedRequest | None:
-        """The request of a tenant with that id; without a tenant, the latest one of any tenant."""
+        """Return the request of a tenant with that id; without a tenant, the latest one of any tenant."""
         if tenant is not None:
             return self._kept.get((tenant, id))
         return next((moved for key, moved in reversed(self._kept.items()) if key[1] == id), None)
@@ -90,7 +90,7 @@ class MovedRequests:
 def stages(
     reports: Iterable[WorkerReport], departures: Sequence[Departure] = (), began: float | None = None
 ) -> list[Stage]:
-    """Stages in order of their start. Times count from `began`, or from the first stage."""
+    """Return the stages in the order of their start. Times count from `began`, or from the first stage."""
     found = [_stage(*report) for report in reports]
     origin = min([stage.began_s for stage in found] if began is None else [began], default=0.0)
     for stage in found:
@@ -103,7 +103,7 @@ def stages(
 
 
 def _stage(worker: Worker, part: Literal["prompt", "answer"], report: Mapping[str, Any]) -> Stage:
-    """A stage with times in seconds since 1970."""
+    """Return a stage with times in seconds since 1970."""
     usage = report.get("usage")
     arrived = usage["arrived"] if usage else time.time() - report["request"]["age_s"]
     happened = {event["event"]: arrived + event["at_s"] for event in reversed(report["events"])}  # the first of each

@@ -1,8 +1,8 @@
-"""Brings workers that come back to the state of the fleet before they get requests.
+"""Brings returning workers into the state of the fleet before they get requests.
 
-A worker that comes back while the fleet is paused is paused; one that missed a resume is resumed. One with older
-weights than the fleet gets the fleet's last update, if that came from files; an update from a trainer's group cannot
-be repeated. Until then the worker is outdated and gets no requests.
+A worker that returns while the fleet is paused is paused; a worker that missed a resume is resumed. A worker with
+older weights than the fleet gets the fleet's last update, if that came from files; an update from a trainer's group
+cannot be repeated. Until its weights are up to date, the worker is outdated and gets no requests.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 OK, CONFLICT = 200, 409
-RETRY_DELAY_S = 3.0  # after a worker did not follow
-FOR_AN_UPDATE = PauseRequest(new_requests="queue")  # aborts what the worker began with its older weights
+RETRY_DELAY_S = 3.0  # delay before the next try, after a worker did not carry out a command
+FOR_AN_UPDATE = PauseRequest(new_requests="queue")  # aborts the requests that the worker began with its older weights
 
 
 class CatchUp:
@@ -53,7 +53,7 @@ class CatchUp:
                 await asyncio.gather(*(self._catch_up(worker) for worker in self._behind()))
 
     async def _note_paused(self, worker: Worker) -> None:
-        """Record a paused worker of a paused fleet as having followed, even if its answer was lost."""
+        """Record that a worker has carried out the fleet's pause, even if its answer was lost."""
         if await self._state_of(worker) == "paused" and self._controls.current_pause is not None:
             self._controls.paused.add(worker)
 
@@ -63,11 +63,11 @@ class CatchUp:
         return [worker for worker in self._fleet if worker.state == "paused" and worker not in self._controls.paused]
 
     async def _detect_other_resumes(self) -> None:
-        """End the pause if a paused worker runs again without a restart: another caller has resumed the fleet."""
+        """End the fleet's pause if a paused worker runs again without a restart: another caller has resumed it."""
         controls = self._controls
         for worker in [worker for worker in self._fleet if worker in controls.paused]:
             if worker.state in ("down", "starting"):
-                # A boot id would reveal a restart; an unreachable worker may have been resumed by another caller.
+                # Without a boot id, a restart cannot be told from a resume by another caller.
                 if worker.boot_id is None:
                     controls.paused.discard(worker)
             elif worker.state in ("ready", "outdated") and await self._runs(worker):
@@ -80,7 +80,7 @@ class CatchUp:
         return state == "running" and worker in self._controls.paused
 
     async def _state_of(self, worker: Worker) -> str | None:
-        """Ask for the state, since a probe may predate the pause. None if the worker fails or restarts meanwhile."""
+        """Ask the worker for its state, because a probe may precede the pause. None if it fails or restarts."""
         controls = self._controls
         reply = await self._ask(worker, GET_STATUS, controls.patience_s)
         errors, boot_id = worker.errors, worker.boot_id
@@ -89,7 +89,7 @@ class CatchUp:
         return str(reply.answer.result.state) if reply.ok and same and controls.idle else None
 
     def _steps(self, worker: Worker) -> tuple[CatchUpStep, ...]:
-        """The commands to the fleet that this worker has missed."""
+        """Return the steps by which this worker reaches the state of the fleet."""
         controls = self._controls
         wanted = Desired(
             paused=controls.current_pause is not None,
@@ -103,7 +103,7 @@ class CatchUp:
         return [worker for worker in self._reachable() if self._steps(worker) == (CatchUpStep.RESUME,)]
 
     async def _resume(self, worker: Worker) -> None:
-        """Repeat a resume that the worker has not answered. It refuses if another caller has paused it since."""
+        """Repeat a resume that the worker has not answered. It is refused if another caller has paused the worker."""
         controls = self._controls
         call = controls.unanswered_resumes[worker]
         reply = await self._ask(worker, call, controls.patience_s)
@@ -145,7 +145,7 @@ class CatchUp:
         await self._controls.probe(worker)
 
     async def _pause(self, worker: Worker) -> WorkerReply:
-        """Pause as the fleet is paused, or for an update only if no other caller has paused the worker."""
+        """Pause the worker as the fleet is paused. For an update, do so only if no other caller has paused it."""
         controls = self._controls
         pause = controls.current_pause
         if pause is None:
@@ -153,7 +153,7 @@ class CatchUp:
                 worker, self._pause_call(FOR_AN_UPDATE, ONLY_IF_RUNNING), FOR_AN_UPDATE.timeout + SLACK_S
             )
         if worker in controls.paused:
-            return WorkerReply(worker, OK)  # a second pause would hide that another caller has resumed the worker
+            return WorkerReply(worker, OK)  # a second pause could undo a resume by another caller
         reply = await self._ask(worker, self._pause_call(pause), pause.timeout + SLACK_S)
         if reply.ok and controls.current_pause is not None:
             controls.paused.add(worker)
@@ -165,7 +165,7 @@ class CatchUp:
     async def _update(self, worker: Worker) -> WorkerReply:
         last = self._weights.last_update
         assert last is not None
-        log.info("%s gets version %d, which the others have", worker.name, last["version"])
+        log.info("%s gets weights version %d, which the other workers have", worker.name, last["version"])
         update = update_call(last)
         reply = await self._ask(worker, update, UPDATE_TIMEOUT_S)
         self._weights.note_update(reply, update.body, last["version"])

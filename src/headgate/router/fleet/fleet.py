@@ -1,7 +1,7 @@
 """The fleet: its workers, their health, and the load that this router has placed on each.
 
 A worker is marked down after several consecutive failures and is used again after several good probes. Each time it
-goes down without having answered a request in between, it stays out for longer. Load that was added to a worker is
+goes down without having answered a request in between, it stays unused for longer. Load that was added to a worker is
 subtracted exactly once, whatever happens to the request or to the worker.
 """
 
@@ -36,7 +36,7 @@ class NoSuchWorker(RequestError):
 
 
 class LoadShare:
-    """One request's share of a worker's load: itself until it ends, and its prompt tokens until the first token."""
+    """One request's share of a worker's load: one until it ends, and its prompt tokens until the first token."""
 
     __slots__ = ("_fleet", "_released", "pending", "worker")
 
@@ -76,7 +76,7 @@ class Workers:
     ) -> None:
         self.clock = clock
         self._fast_path = fast_path
-        self.outbox = Outbox()  # for all writes to workers and clients
+        self.outbox = Outbox()  # collects all writes to workers and clients
         self.double_releases = 0
         self.disaggregated = False  # a prefill worker and a worker of another role are ready
         self.rolling = False  # a rolling update is in progress, so workers may have different versions
@@ -86,7 +86,7 @@ class Workers:
         self._workers: dict[str, Worker] = {}
         self._leaving: dict[
             Worker, None
-        ] = {}  # removed, with requests in flight; may contain an address more than once
+        ] = {}  # removed workers with requests in flight; may contain an address more than once
         self._pools: dict[Worker, Pool] = {}
         self._candidates: dict[tuple[WantedRole, str | None], tuple[Worker, ...]] = {}
         self._random = random.Random(seed)
@@ -173,7 +173,7 @@ class Workers:
 
     def _find_candidates(self, role: WantedRole, model: str | None) -> tuple[Worker, ...]:
         available = [worker for worker in self._workers.values() if worker.available]
-        # Every worker can do both prefill and decode; a role is a preference.
+        # A role is only a preference: every worker can do both prefill and decode.
         ready = [worker for worker in available if _fits(worker, role)] or available
         if model is None:
             return tuple(ready)
@@ -202,14 +202,14 @@ class Workers:
         self.set_floor()
         self._changed()
         if state == "down" and before != "down" and self.on_lost is not None:
-            self.on_lost(worker, "it does not answer any more")
+            self.on_lost(worker, "it no longer answers")
 
     def set_kind(self, worker: Worker, kind: Kind, models: Collection[str]) -> None:
         worker.kind, worker.models = kind, frozenset(models)
         self._changed()
 
     def answered(self, worker: Worker) -> None:
-        """Note that the worker has answered a request, which resets its failure counts."""
+        """Note that the worker has answered a request; this resets its failure counts."""
         worker.failures = worker.trips = 0
 
     def failed(self, worker: Worker, why: str) -> None:

@@ -1,8 +1,8 @@
 """Probes each worker once a second for its state, its load and its cache horizon.
 
-A headgate worker reports all of that in one answer (`/v1/loads`). Other kinds of workers report only whether they are
+A Headgate worker reports all of this in one answer (`/v1/loads`). Other kinds of workers report only whether they are
 healthy and which models they serve. A worker that answers neither probes nor requests is marked down, and its streams
-resume at another worker; a worker that is merely busy still sends bytes.
+resume at another worker. A worker that is merely busy is not, because it still sends bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LATE_S = (
-    1.0  # a probe that ends this long after its timeout shows that this process is starved, not that the worker is
-)
-NOT_READY_RATE = 4.0  # probe rate of workers that are not ready, relative to those that are
+LATE_S = 1.0  # a probe that ends this long after its timeout shows that this process got no CPU time
+NOT_READY_RATE = 4.0  # how many times as often workers are probed that are not ready
 STATES: dict[str, WorkerState] = {
     "running": "ready",
     "pausing": "paused",
     "paused": "paused",
     "updating": "paused",
     "quarantined": "paused",
-    "outdated": "outdated",  # it runs, and refuses requests until it has its server's weights
-    "draining": "stopping",  # it shuts down and may come back; a probe does not end the router's `draining`
+    "outdated": "outdated",  # the engine runs, but refuses requests until it has its server's weights
+    "draining": "stopping",  # the server shuts down and may return; `draining` is set only by the router itself
 }
 
 
@@ -81,7 +79,7 @@ class Monitor:
         """Probe every worker for as long as it is in the fleet."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                present = dict.fromkeys(self._fleet)  # ordered, so that a simulated run is reproducible
+                present = dict.fromkeys(self._fleet)  # a dict has a fixed order, so simulated runs are reproducible
                 for worker in present:
                     if worker not in self._watches:
                         self._watches[worker] = tasks.create_task(self._watch(worker))
@@ -101,7 +99,7 @@ class Monitor:
         began_s = self._fleet.clock()
         try:
             state = await self._query(worker)
-        except Exception as error:  # no answer of one worker may stop the probes of all
+        except Exception as error:  # an unexpected answer of one worker must not stop all probes
             if self._fleet.clock() - began_s < self._config.probe_timeout_s + LATE_S:
                 self._probe_failed(worker, error)
             else:
@@ -122,7 +120,7 @@ class Monitor:
             self._fleet.give_up(worker)
 
     def _silence_s(self, worker: Worker) -> float:
-        """Time since the last byte from the worker."""
+        """Return the time since the last byte from the worker."""
         last_s = max(self._answered_s.get(worker, -inf), self._router.last_byte_s(worker))
         return self._fleet.clock() - last_s
 
@@ -136,7 +134,7 @@ class Monitor:
             report: WorkerLoads = await self._get(worker, "/v1/loads", WorkerLoads)
             if (
                 worker.generation != generation
-            ):  # its weights changed during the probe; the report may be of the old ones
+            ):  # the worker's weights changed during the probe, so the report may be outdated
                 report = await self._get(worker, "/v1/loads", WorkerLoads)
             return self._apply(worker, report)
         await self._get(worker, "/health" if worker.kind in ("vllm", "sglang") else "/v1/models")

@@ -1,8 +1,8 @@
 """Placement policies: each has one method that chooses a worker for a request from the workers' current state.
 
 Rules: no clock, no I/O; the caller passes the random source. Candidates are a tuple, the same object until the fleet
-changes, because policies cache what they derive from it. In a large fleet a policy compares a random sample and the
-workers that are special to the request, so the cost of a choice does not grow with the fleet.
+changes, because policies cache values derived from it. In a large fleet a policy compares only a random sample of
+workers and those that have a prefix of the request's prompt, so the cost of a choice does not grow with the fleet.
 
 *Work* is the measure of load: a request counts one, and so do 1,024 prompt tokens that are not computed yet.
 """
@@ -21,7 +21,7 @@ from headgate.router.fleet.prefix_index import Match
 from headgate.router.fleet.worker import Worker
 
 SMALL_FLEET: Final = 16  # up to this size, all workers are compared
-SAMPLE_SIZE: Final = 10  # compared in a larger fleet; the best of ten is nearly always in the best quarter
+SAMPLE_SIZE: Final = 10  # workers compared in a larger fleet; the best of ten is nearly always in the best quarter
 TOKENS_PER_REQUEST: Final = 1024  # prompt tokens that weigh as much as one request
 
 # A conversation stays at the worker that has its prefix, unless that worker's work exceeds the least loaded worker's
@@ -29,13 +29,13 @@ TOKENS_PER_REQUEST: Final = 1024  # prompt tokens that weigh as much as one requ
 MAX_EXTRA_WORK: Final = 8.0  # requests
 MAX_WORK_RATIO: Final = 1.5
 
-# A new conversation goes to the worker with the fewest recent placements. A worker that has its system prompt may be
-# ahead of that by this much.
+# A new conversation goes to the worker with the least work and recent placements. A worker that has its system prompt
+# cached may have up to this much more.
 PREFIX_BONUS: Final = 1.0
-# Remembered placements per worker; older ones count half, a quarter, ...
+# Number of remembered placements per worker; older ones count half, a quarter, ...
 PLACEMENT_HISTORY: Final = 16
 
-WAITING_WEIGHT: Final = 2.0  # a waiting request, relative to a running one
+WAITING_WEIGHT: Final = 2.0  # weight of a waiting request, relative to a running one
 
 
 class Policy(Protocol):
@@ -60,7 +60,7 @@ class CacheAware:
         self._placements = 0
 
     def choose(self, workers: tuple[Worker, ...], info: RequestInfo, match: Match, rng: random.Random) -> Worker:
-        compared = sample = _sample(workers, rng)  # all workers of a small fleet
+        compared = sample = _sample(workers, rng)  # in a small fleet, all workers
         if match.found:
             members = self._members.of(workers)
             previous = [worker for worker in match.last_workers if worker in members]
@@ -75,7 +75,7 @@ class CacheAware:
     def _least_loaded(self, workers: Sequence[Worker], match: Match) -> Worker:
         placed, found = self._placed, match.found
         chosen, least = workers[0], inf
-        for worker in workers:  # inlined: a function call per worker would cost too much
+        for worker in workers:  # `work` is inlined, because a function call per worker would cost too much
             score = worker.in_flight + worker.others + worker.pending_tokens / TOKENS_PER_REQUEST
             score += placed.get(worker, 0)
             if found and (known := found.get(worker)) is not None:
@@ -88,7 +88,7 @@ class CacheAware:
         self._placed[worker] = self._placed.get(worker, 0) + 1
         self._placements += 1
         if self._placements >= PLACEMENT_HISTORY * workers:
-            # This also drops workers that have left.
+            # Halve all counts; this also drops workers that have left.
             self._placed = {worker: count // 2 for worker, count in self._placed.items() if count > 1}
             self._placements = sum(self._placed.values())
 
@@ -113,7 +113,7 @@ class LeastRequests:
 
 
 class LeastTokens:
-    """Fewest prompt tokens still to compute; then fewest requests."""
+    """Chooses the worker with the fewest prompt tokens still to compute; among equals, with the fewest requests."""
 
     uses_index = False
 
@@ -170,7 +170,7 @@ class Session:
 
 
 class ReportedLoad:
-    """Lowest reported load: running and waiting requests, then most free blocks."""
+    """Chooses the lowest reported load of running and waiting requests; among equals, the most free blocks."""
 
     uses_index = False
 
@@ -191,7 +191,7 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
 
 
 class Members:
-    """The candidates as a set, rebuilt only when the tuple changes."""
+    """The candidates as a set, which is rebuilt only when the tuple changes."""
 
     def __init__(self) -> None:
         self._workers: tuple[Worker, ...] = ()
@@ -236,7 +236,7 @@ def _positions(worker: Worker, count: int) -> list[int]:
 
 
 def _hash(key: bytes) -> int:
-    """Unlike `hash`, the same in every process."""
+    """Hash a key. Unlike `hash`, the result is the same in every process."""
     return int.from_bytes(blake2b(key, digest_size=8).digest())
 
 
@@ -249,7 +249,7 @@ def _random_worker(workers: tuple[Worker, ...], rng: random.Random) -> Worker:
 
 
 def _sample(workers: tuple[Worker, ...], rng: random.Random) -> Sequence[Worker]:
-    """All workers of a small fleet, rotated at random so that ties are spread; a random sample of a large one."""
+    """Return all workers of a small fleet, rotated at random so that ties are spread; else a random sample."""
     count, draw = len(workers), rng.random
     if count <= SMALL_FLEET:
         first = int(draw() * count)

@@ -1,7 +1,8 @@
-"""Counts cache hits that workers report, next to the hits that the prefix index expected.
+"""Counts cache hits that workers report, and the hits that the prefix index expected.
 
-Each answer is read once: the journal of headgate workers, the usage field of others if it reports cached tokens. All
-counts are in the worker's own tokens, and only for attempts that started from the prompt and computed it themselves.
+Each answer is read once: the journal of Headgate workers, and the usage field of others, if it reports cached tokens.
+All counts are in the worker's own tokens. Only attempts that started from the prompt and computed it themselves
+count.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from headgate.router.exchange.placement import Placement
 from headgate.router.fleet.prefix_index import WorkerPrefix
 from headgate.router.fleet.worker import Worker
 
-USAGE_BYTES: Final = 4096  # searched for usage, at the end of an answer
-MIN_EXPECTED_TOKENS: Final = 128  # below this, a miss says nothing about eviction
+USAGE_BYTES: Final = 4096  # how many bytes at the end of an answer are searched for usage
+MIN_EXPECTED_TOKENS: Final = 128  # if fewer tokens were expected, a miss says nothing about eviction
 
 # Neither pattern can match inside a JSON string, where the quotes would be escaped.
 CACHED_FIELD = re.compile(rb'"cached_tokens": ?(\d{1,12})')
@@ -43,13 +44,13 @@ def record_hits(info: RequestInfo, journal: Journal, placement: Placement, outco
 
 
 def _learn_horizon(worker: Worker, found: WorkerPrefix, expected: int, cached: int) -> None:
-    """Infer the horizon of a worker that reports none: what it last used at `found.last_s` has been evicted."""
+    """Infer the horizon of a worker that reports none: blocks that it last used at `found.last_s` were evicted."""
     if expected >= MIN_EXPECTED_TOKENS and cached < expected / 2 and found.last_s < inf:
         worker.horizon_s = max(worker.horizon_s, found.last_s)
 
 
 def _reported_usage(info: RequestInfo, journal: Journal, outcome: Outcome) -> tuple[int, int] | None:
-    """Number of prompt tokens, and how many of them were cached."""
+    """Return the number of prompt tokens, and how many of them were cached; None if they are not reported."""
     if isinstance(outcome, Streamed):
         return journal.cached(info.n) or usage_in(outcome.tail)
     if isinstance(outcome, Answered) and outcome.status == 200:

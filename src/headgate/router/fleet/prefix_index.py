@@ -7,8 +7,8 @@ so everything last used before the horizon is gone and everything used later is 
 (docs/decisions/0007-one-number-for-evictions.md).
 
 Rules: no clock, no I/O, one thread. The index has at most `max_nodes` nodes and evicts the least recently used first.
-It keeps two generations instead of an ordered list, so maintaining the order costs nothing. All nodes of a prompt
-share one visit object, so a visit is ended in one place.
+It keeps two generations of nodes instead of an ordered list, so that no order must be maintained. All nodes of a
+prompt share one visit object, so ending a visit changes one object.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import msgspec
 from headgate.router.data_path.fast_path import PYTHON, FastPath
 from headgate.router.fleet.worker import Worker
 
-MAX_WORKERS_PER_NODE: Final = 8  # that one prefix is remembered for
+MAX_WORKERS_PER_NODE: Final = 8  # most workers remembered for one prefix
 MIN_REPEAT_BYTES: Final = 1024  # a shorter repeated prompt does not bind its request to the same worker
-# Messages searched backwards for the end of the previous turn. Tool calls and results of one answer are several.
+# How many messages are searched backwards for the end of the previous turn. One answer may add several messages, with
+# tool calls and their results.
 LOOKBACK_MESSAGES: Final = 8
 
 
@@ -38,15 +39,15 @@ def _cuts() -> list[int]:
 
 
 CUTS: Final = tuple(_cuts())
-MIN_NODES: Final = 2 * (len(CUTS) + 1)  # one generation has room for the longest prompt
+MIN_NODES: Final = 2 * (len(CUTS) + 1)  # so that one generation can hold the nodes of the longest prompt
 
 
 class Visit(msgspec.Struct, gc=False, eq=False):
     """One request at one worker. Its prompt cannot be evicted while the request runs."""
 
     worker: Worker
-    generation: int  # of the worker at that time
-    last_cut: int  # key of the last cut of its prompt
+    generation: int  # the worker's generation at that time
+    last_cut: int  # key of the last cut of the request's prompt
     last_s: float = inf  # when the request released its blocks
 
     @property
@@ -55,11 +56,11 @@ class Visit(msgspec.Struct, gc=False, eq=False):
         return self.last_s > worker.horizon_s and self.generation == worker.generation
 
     def end(self, now_s: float) -> None:
-        """The request ran. Its prompt stays cached until it is the least recently used."""
+        """Note that the request ran: its prompt stays cached until it is the least recently used."""
         self.last_s = now_s
 
     def undo(self) -> None:
-        """The request never ran."""
+        """Note that the request never ran, so its prompt is not cached."""
         self.last_s = -inf
 
 
@@ -86,7 +87,7 @@ class WorkerPrefix(msgspec.Struct, gc=False, eq=False):
 
 class Match(msgspec.Struct, gc=False, eq=False):
     found: dict[Worker, WorkerPrefix]
-    last_workers: list[Worker]  # that computed the previous turn or this same prompt, latest first
+    last_workers: list[Worker]  # workers that computed the previous turn or this same prompt, latest first
 
 
 class PrefixIndex:
@@ -108,7 +109,10 @@ class PrefixIndex:
         return f"<PrefixIndex {len(self)} of {self.max_nodes} nodes>"
 
     def path(self, root: int, prompt: bytes, *, chat: bool) -> Path:
-        """`prompt` comes without its closing bracket or quote. Prompts with different roots share no prefix."""
+        """Compute the keys of a prompt, given without its closing bracket or quote.
+
+        Prompts with different roots share no prefix.
+        """
         size = (prompt.rfind(b"}") + 1 or len(prompt)) if chat else len(prompt)
         keys = self._cut_keys(root, prompt, size, CUTS)
         start, key = (CUTS[len(keys) - 1], keys[-1]) if keys else (0, root)
@@ -128,12 +132,12 @@ class PrefixIndex:
         elif path.chat:
             self._find_previous_turn(match, path, CUTS[depth])
         elif run and run[0].last_cut == path.cuts[depth - 1] and run[0].last_s < inf:
-            # Text has no visible turns. A prompt that continues an answered prompt from its end counts as its next turn.
+            # Plain text shows no turns. A prompt that extends an earlier prompt counts as the next turn of it.
             match.last_workers = [visit.worker for visit in run if visit.counts]
         return match
 
     def _find_previous_turn(self, match: Match, path: Path, first_unknown_cut: int) -> None:
-        """Find the previous turn. It ended with a message, before the first cut that no worker has seen."""
+        """Find the previous turn: it ended with a message, before the first cut that no worker has seen."""
         prompt, end = path.prompt, min(path.size, first_unknown_cut) - 1
         for _ in range(LOOKBACK_MESSAGES):
             end = self._message_end(prompt, end)
@@ -145,7 +149,7 @@ class PrefixIndex:
             end -= 1
 
     def _key_at(self, path: Path, end: int) -> int:
-        """The tail key of the part of a prompt that ends at `end`."""
+        """Return the tail key of the part of a prompt that ends at `end`."""
         cut = bisect_right(CUTS, end)
         start, key = (CUTS[cut - 1], path.cuts[cut - 1]) if cut else (0, path.root)
         return self._tail_key(key, path.prompt, start, end)

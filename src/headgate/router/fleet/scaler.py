@@ -16,4 +16,4 @@ class Scaler(Protocol):
         """The number of servers that accept requests, by role."""
 
     async def scale(self, counts: Mapping[str, int], timeout_s: float) -> bool:
-        """Scale to `counts`. Return True when that is reached, False at the timeout."""
+        """Scale to `counts`. Returns True when these numbers are reached, False at the timeout."""

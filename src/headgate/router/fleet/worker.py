@@ -12,7 +12,7 @@ WorkerState = Literal["starting", "ready", "paused", "draining", "outdated", "st
 
 
 class Worker:
-    """Only the fleet changes a worker, on the event loop's thread. Policies read the current values."""
+    """One worker. Only the fleet changes its fields, on the event loop's thread; policies read the current values."""
 
     __slots__ = (
         "boot_id",
@@ -59,16 +59,16 @@ class Worker:
         self.changes = 0  # number of state changes
         self.probes = 0  # number of probes that found the worker ready
         self.key: str | None = None  # API key for this worker, if it differs from the fleet's key
-        self.listed = False  # in the workers file
-        self.managed = False  # self-registered; removed when its heartbeats stop
+        self.listed = False  # whether it is in the workers file
+        self.managed = False  # whether it registered itself; it is then removed when its heartbeats stop
         self.pid: int | None = None
         # Load from this router. `Workers.taking` adds to it and `LoadShare.give_back` subtracts.
         self.in_flight = 0
-        self.pending_tokens = 0  # of prompts that have produced no token yet
+        self.pending_tokens = 0  # prompt tokens of requests without a first token
         # The worker's own report, from `/v1/loads`.
         self.running = 0
         self.waiting = 0
-        self.others = 0  # requests at the last report that did not come through this router
+        self.others = 0  # requests in the last report that did not come through this router
         self.free_blocks = 0
         self.total_blocks = 0
         self.max_running = 0
@@ -77,7 +77,7 @@ class Worker:
         self.generation = 0  # incremented when cached KV becomes invalid because the weights changed
         self.boot_id: str | None = None  # changes at a restart, and so reveals one shorter than the probe interval
         # The circuit breaker.
-        self.failures = 0  # consecutive
+        self.failures = 0  # consecutive failures
         self.successes = 0  # consecutive good probes after going down
         self.trips = 0  # times the worker went down without answering a request in between
         self.open_until_s = -inf
@@ -92,7 +92,7 @@ class Worker:
 
     @property
     def load(self) -> int:
-        """The worker's known requests: this router's now, and all others at the last report."""
+        """The number of requests at the worker: this router's now, and all others at the last report."""
         return self.in_flight + self.others
 
     @property
