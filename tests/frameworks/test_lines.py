@@ -1,4 +1,7 @@
-"""Clients that split a stream into lines with httpx, which ends lines at more characters than the standard names."""
+"""Streams as read by clients that split them into lines with httpx.
+
+httpx also ends lines at characters, such as U+2028, at which the standard for server-sent events does not.
+"""
 
 from __future__ import annotations
 

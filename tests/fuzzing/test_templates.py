@@ -310,5 +310,5 @@ def test_constructs_of_common_templates_are_allowed() -> None:
 
 
 def test_a_date_format_is_short() -> None:
-    """Each of its characters may expand to two hundred and fifty."""
+    """Each character of a date format may expand to two hundred and fifty characters of text."""
     assert "a date format of 18000 characters is too long" in rendered(HOSTILE["format a date at length"])

@@ -122,7 +122,10 @@ def test_44_a_removed_worker_finishes_its_requests_before_it_leaves():
 
 
 def test_an_address_that_leaves_twice_is_forgotten_twice():
-    """Removed with requests in flight, added again, removed again: each is forgotten with its last request."""
+    """An address is removed with a request in flight, added again, and removed again.
+
+    The router forgets each of the two workers when the last request of that worker has ended.
+    """
     fleet, (first,) = fleet_of(A)
     slow = fleet.taking(first, 1)
     fleet.remove(first)

@@ -62,7 +62,8 @@ def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend, transpo
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_36_37_many_requests_in_a_small_cache_get_the_same_tokens_and_leak_nothing(model, transport):
-    """Exports wait, expire and make room; answers are aborted; readers leave. Every completed answer is correct."""
+    """The cache is so small that exports wait, or expire and free their blocks. Some answers are aborted, and some
+    clients disconnect. Every answer that completes is correct."""
     rng = random.Random(11)
     prompts = some_prompts(rng, 48)
 

@@ -150,7 +150,7 @@ def table_of(struct: type[msgspec.Struct]) -> Table:
 
 def _completed(declared: msgspec.structs.FieldInfo, hint: Any) -> SamplingParameter:
     kind, about = get_args(hint)
-    assert isinstance(about, SamplingParameter), f"{declared.name} is not annotated with a Parameter"
+    assert isinstance(about, SamplingParameter), f"{declared.name} is not annotated with a SamplingParameter"
     default = declared.default if declared.default_factory is NODEFAULT else declared.default_factory()
     json = kind if about.json is None else about.json
     return replace(about, name=declared.name, kind=kind, default=default, json=json)

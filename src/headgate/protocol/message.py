@@ -1,7 +1,7 @@
 """The messages between a client and an engine: tagged, positional structs, one per frame.
 
-Commands are values: a new command is a new struct in `protocol/command.py` and a handler in the loop. A peer with another
-`PROTOCOL` is refused in the handshake, before anything else is read.
+A command is a struct in `protocol/command.py`; its handler is a case in `Control._begin` (`engine/control.py`). A
+peer with another `PROTOCOL` is refused in the handshake, before any other message is read.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     state: State = "running"
     asleep: tuple[Tag, ...] = ()
-    mode: PauseMode | None = None  # of the pause, if there is one
+    mode: PauseMode | None = None  # the mode of the pause, if there is one
     rejecting: bool = False  # new requests are refused
     abort_messages: int = 0  # `Abort` messages received, regardless of the number of ids in each
-    output_tokens: int = 0  # tokens sent to all clients
+    output_tokens: int = 0  # tokens generated, delivered or not
     horizon_s: float = 0.0  # the engine's clock: blocks last used before this time have left the prefix cache
     leases: int = 0  # leases under which other engines may fetch KV
     leased_blocks: int = 0

@@ -1,11 +1,11 @@
 """A device without a model: the next token is a hash of the KV that it actually reads.
 
-Each KV entry is a hash of the token, the weights and the previous entry, written where the plan specifies. A block that
-was freed too early, reused during a transfer, hit under the wrong weights or never filled therefore produces a wrong
-token, which a test detects by comparing with `expected_token`.
+Each KV entry is a hash of the token, the weights and the previous entry, written where the plan specifies. If a block
+was freed too early, reused during a transfer, found under the wrong weights or never filled, the next token is
+therefore wrong. A test detects this by comparing with `expected_token`.
 
-Steps run in launch order, when `land` is called. Within a step all slices write before any slice reads, as on a real
-device.
+A step runs when `land` is called, in launch order. Within a step all slices write before any slice reads, as on a
+real device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Entry = int
 
 
 def entry(before: Entry, token: int, version: int) -> Entry:
-    """The KV entry of a token, given the previous entry."""
+    """Return the KV entry of a token, given the previous entry."""
     return hash((before, token, version))
 
 
 def choose(entries: Sequence[Entry], vocab_size: int) -> int:
-    """The token sampled after reading `entries`."""
+    """Return the token that is sampled after reading `entries`."""
     return hash(tuple(entries)) % vocab_size
 
 
@@ -41,7 +41,7 @@ def expected_entries(tokens: Sequence[int], version: int) -> list[Entry]:
 
 
 def expected_token(tokens: Sequence[int], version: int, vocab_size: int) -> int:
-    """The token that a correct engine with weights `version` samples after `tokens`."""
+    """Return the token that a correct engine with weights `version` samples after `tokens`."""
     return choose(expected_entries(tokens, version), vocab_size)
 
 
@@ -63,7 +63,7 @@ class FakeDevice:
         self._queue.append(plan)
 
     def land(self, lengths: Sequence[int] = ()) -> StepResult:
-        """Run the oldest launched step. `lengths`: tokens per slice that samples; one each if empty."""
+        """Run the oldest launched step. `lengths` has the number of tokens for each slice that samples; default 1."""
         plan = self._queue.popleft()
         assert plan.version == self.version, "weights changed under a launched step"
         for join in plan.joins:
@@ -83,7 +83,7 @@ class FakeDevice:
         self.kv = [[-1] * self.block_size for _ in self.kv]
 
     def write_tokens(self, row: int, position: int, tokens: list[int]) -> None:
-        """Replace sampled tokens by those of another device."""
+        """Replace sampled tokens with those of another device."""
         self._tokens[row][position:] = tokens
 
     def read(self, row: int, stop: int) -> list[Entry]:
@@ -109,7 +109,7 @@ class FakeDevice:
         return sampled
 
     def _choose_run(self, row: int, entries: list[Entry], length: int) -> list[int]:
-        """The next tokens after `entries`. No KV is written: later slices compute these tokens."""
+        """Return the next tokens after `entries`. Their KV is not written here; later slices compute it."""
         tokens: list[int] = []
         for _ in range(length):
             tokens.append(self._choose(row, entries))

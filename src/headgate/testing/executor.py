@@ -1,4 +1,4 @@
-"""An executor over the fake device, and a manual clock."""
+"""An executor that uses the fake device, and a manual clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ManualClock:
 
 
 class FakeExecutor:
-    """Executor and weight supply. Runs each plan on a `FakeDevice` at once or, with `by_hand`, when `land` is called."""
+    """An executor that also loads weights. Runs a plan on a `FakeDevice` at once or, with `by_hand`, at `land`."""
 
     def __init__(self, device: FakeDevice, *, by_hand: bool = False) -> None:
         self.device = device

@@ -1,7 +1,7 @@
 """Writes checkpoints with random weights in Hugging Face format, small enough for a test and complete enough to serve.
 
-This module does not import torch: it writes the `safetensors` layout directly, so tests that only need a model folder do
-not need torch.
+This module does not import torch: it writes the `safetensors` layout directly, so tests that only need a model folder
+do not need torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def tiny_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def fill(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Random values, large enough that the next token depends on all previous tokens, not on the last one alone."""
+    """Return random values, large enough that the next token depends on all previous tokens, not only on the last."""
     noise = random.standard_normal(shape, dtype=np.float32)
     if name.endswith("norm.weight"):
         return 1 + 0.1 * noise
@@ -162,13 +162,13 @@ def write_shard(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
 
 
 def encode(tensor: np.ndarray, dtype: str) -> bytes:
-    if dtype == "bfloat16":  # unsupported by numpy: the upper half of a float32
+    if dtype == "bfloat16":  # numpy lacks this type, which is the upper half of a float32
         return (np.ascontiguousarray(tensor).view(np.uint32) >> 16).astype(np.uint16).tobytes()
     return tensor.astype(dtype).tobytes()
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token per byte, followed by the special tokens."""
+    """Write a tokenizer with one token per byte, followed by the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -86,7 +86,7 @@ class EngineView:
     restarts: int
     info: EngineInfo | None
     pong: Pong | None
-    outdated: bool = False  # has other weights than the fleet, and gets no requests
+    outdated: bool = False  # the engine lacks the weights of the last update, and gets no requests
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def message_end(prompt: bytes, before: int) -> int:
 
 
 def runs(young: dict[int, T], old: dict[int, T], keys: list[int]) -> list[tuple[T, int]]:
-    """Return the values of the leading keys in the table; a run of equal values gives one entry, with its last key."""
+    """Return the values of the leading keys in the table; a run of equal values is one entry, with its last key."""
     found: list[tuple[T, int]] = []
     for depth, key in enumerate(keys, 1):
         node = young.get(key)

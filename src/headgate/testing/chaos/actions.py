@@ -1,4 +1,4 @@
-"""Injects faults and carries out control calls. Every action undoes its fault, also when it is cancelled."""
+"""Injects faults and makes control calls. Every action undoes its fault, even if it is cancelled."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from headgate.testing.chaos.reference import WeightsName
 log = logging.getLogger(__name__)
 
 CALL_S = 10.0  # timeout of a control call
-MARGIN_S = 10.0  # by which an answer may exceed its timeout on a loaded machine; the contract allows 1 s
+MARGIN_S = 10.0  # how much later than its timeout an answer may come on a loaded machine; the contract allows 1 s
 SHORT_S = 2.0
 FLUSH_S = 30.0  # default timeout of control calls
 UPDATE_S = 60.0
-RESUME_S = 120.0  # for repeated attempts to resume
+RESUME_S = 120.0  # how long attempts to resume are repeated
 DRAIN_S = 2.0
-TRIES, RETRY_S = 5, 1.0  # of an update that did not reach all servers
-SPARE_FILES = 1  # descriptors that a server may still open
-MOST_AT_ONCE = 8  # clients that disconnect, or requests that are aborted, together
+TRIES, RETRY_S = 5, 1.0  # number of tries of an update that did not reach all servers, and the delay between them
+SPARE_FILES = 1  # number of file descriptors that a server may still open
+MOST_AT_ONCE = 8  # most clients that disconnect, or requests that are aborted, at the same time
 
 Repeat = Callable[[], Awaitable[None]]
 
@@ -65,7 +65,7 @@ class FleetOperator:
             await self._switch_weights({"strategy": "rolling", "drain_timeout": DRAIN_S})
 
     async def bad_update(self, absent: bool) -> None:
-        """Update from a missing folder or a truncated file. It must be refused and change nothing."""
+        """Try to update from a missing folder or a truncated file. The update must be refused and change nothing."""
         async with self._turn, self._paused("freeze", refuses=False):
             version = self._version + 1
             path = self._bad / "absent" if absent else self._bad
@@ -74,7 +74,7 @@ class FleetOperator:
                 raise HeadgateError(f"an update from missing or truncated weights was accepted: {answer}")
 
     async def resume(self) -> None:
-        """Repeat until it succeeds: a stopped server cannot resume at once."""
+        """Resume the fleet. Repeats the call until it succeeds, because a stopped server cannot resume at once."""
         until_s = clock() + RESUME_S
         while True:
             with suppress(*NO_ANSWER):
@@ -86,7 +86,7 @@ class FleetOperator:
             await asyncio.sleep(0.2)
 
     async def call_in_time(self) -> None:
-        """Rule 61: calls to every server that must be answered in time; they change nothing but the cache."""
+        """Rule 61: make calls to every server that must be answered in time. They change only the cache."""
         await self._call("/v1/abort_requests", {"req_ids": ["none"], "timeout": SHORT_S}, SHORT_S)
         await self._call("/v1/flush_cache", {}, FLUSH_S)
 
@@ -97,7 +97,7 @@ class FleetOperator:
 
     @asynccontextmanager
     async def _paused(self, mode: str, refuses: bool) -> AsyncIterator[Repeat]:
-        """Yields a function that repeats the pause, for servers that have restarted since."""
+        """Pause the fleet inside this context. Yields a function that repeats the pause, for restarted servers."""
         pause = PauseInterval(mode, refuses, clock())
         self._judge.pauses.append(pause)
         body = {"mode": mode, "new_requests": "reject" if refuses else "queue", "timeout": CALL_S}
@@ -113,7 +113,10 @@ class FleetOperator:
             pause.ended_s = clock()
 
     async def _switch_weights(self, more: Mapping[str, Any], before_retry: Repeat | None = None) -> None:
-        """Retry with the same version if it did not reach all servers. The router updates those that return later."""
+        """Update the weights; retry with the same version if the update did not reach all servers.
+
+        The router updates servers that return later.
+        """
         self._version += 1
         weights: WeightsName = "b" if self._weights == "a" else "a"
         self._judge.weights[self._version] = weights
@@ -141,7 +144,7 @@ class FleetOperator:
 
 
 class FaultInjector:
-    """Injects planned faults. A server gets a fault only while another one is healthy; otherwise clients get one."""
+    """Injects planned faults. A server gets a fault only while another one is healthy; otherwise a client does."""
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class FaultInjector:
         self._vanish, self._abort_some = vanish, abort
         self._rng = random.Random(seed)
         self._harmed: Counter[int] = Counter()
-        self._limits: dict[int, tuple[int, int]] = {}  # by process: its original limits of open files
+        self._limits: dict[int, tuple[int, int]] = {}  # process -> its original limits on open files
         self.done: Counter[str] = Counter()
         self.events: list[dict[str, Any]] = []
 
@@ -176,7 +179,7 @@ class FaultInjector:
             await self._other_fault(kind, fault)
 
     async def _feasible(self, fault: PlannedFault) -> tuple[str, int | None]:
-        """The fault to inject, and its server if it has one."""
+        """Return the fault to inject, and its server if it has one."""
         if fault.kind not in HARMS_A_WORKER:
             return fault.kind, None
         victim = int(fault.which * len(self._fleet.workers))
@@ -272,7 +275,7 @@ class FaultInjector:
                 send(pid, signal.SIGCONT)
 
     async def _few_files(self, victim: int, lasts_s: float) -> None:
-        """Limit the server's open files: it can accept no connection and open no file."""
+        """Limit the server's open files, so that it can neither accept a connection nor open a file."""
         pid = self._fleet.workers[victim].pid
         assert pid is not None
         now = process_stats(pid)

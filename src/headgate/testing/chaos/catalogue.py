@@ -27,7 +27,10 @@ class CatalogueItem:
 
 
 def catalogue(seed: int, count: int = 48) -> list[CatalogueItem]:
-    """Chat and completions, streamed or not, greedy or sampled, some with long prompts, two choices or an early EOS."""
+    """Return chat and completion requests, streamed or not, greedy or sampled.
+
+    Some have a long prompt, two choices or an early end-of-sequence token.
+    """
     rng = random.Random(seed)
     return [_item(number, rng) for number in range(count)]
 

@@ -23,7 +23,7 @@ class ObservedChoice:
     text: str = ""
     ends: list[tuple[str, str]] = field(
         default_factory=list
-    )  # finish reason and cause; exactly one in a correct answer
+    )  # finish reasons with their causes; a correct answer has exactly one
     prompt: list[int] = field(default_factory=list)
 
     @property
@@ -41,7 +41,7 @@ class ObservedAnswer:
     problem: str | None = None
     detail: str = ""
     choices: dict[int, ObservedChoice] = field(default_factory=dict)
-    output_tokens: int | None = None  # according to its usage
+    output_tokens: int | None = None  # number of tokens according to the answer's usage
     done: int = 0  # number of [DONE] events
     retry_after_s: float = 0.0
     first_s: float | None = None
@@ -58,7 +58,7 @@ async def send_request(
     api_key: str | None = None,
     strict: bool = False,
 ) -> None:
-    """Fill `observed` while the answer arrives. Raises nothing but cancellation."""
+    """Send a request and fill `observed` while the answer arrives. Raises only if it is cancelled."""
     observed.strict = strict
     headers = {"X-OpenAI-Strict": "true"} if strict else {}
     try:

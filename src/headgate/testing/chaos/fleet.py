@@ -1,7 +1,7 @@
 """The processes under test: servers and a router, and their resource usage.
 
-A `ServerFleet` starts and restarts the servers, as for `headgate up`. A `FaultProxy` stands between the router and each
-server. The router is a separate process that ends with this one.
+A `ServerFleet` starts and restarts the servers, as in `headgate up`. There is a `FaultProxy` between the router and
+each server. The router is a separate process that ends with this one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def process_stats(pid: int) -> ProcessStats | None:
 
 
 def engines_of(pid: int | None) -> list[int]:
-    """The engine processes of a server."""
+    """Return the pids of a server's engine processes."""
     with suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [int(child) for child in children if b"engine-" in Path(f"/proc/{child}/cmdline").read_bytes()]
@@ -83,7 +83,7 @@ def send(pid: int | None, number: int) -> None:
 
 
 async def get(url: str, path: str) -> bytes:
-    """The body of the answer; OSError if its status is not 200."""
+    """Return the body of the answer; raises OSError if its status is not 200."""
     async with asyncio.timeout(GET_S), call(HttpAddress.of(url), "GET", path, api_key=ADMIN_KEY) as answer:
         body = await answer.body()
         if answer.status != 200:
@@ -92,7 +92,7 @@ async def get(url: str, path: str) -> bytes:
 
 
 async def metrics(url: str) -> dict[str, float]:
-    """Samples of /metrics, by name and labels. Retries, because a busy machine may not schedule the process at once."""
+    """Return the samples of /metrics, by name and labels. Retries, because a process may be slow on a busy machine."""
     until_s = clock() + PATIENCE_S
     while True:
         try:
@@ -107,7 +107,7 @@ async def metrics(url: str) -> dict[str, float]:
 
 
 class RouterProcess:
-    """`headgate route`; use as `async with`."""
+    """A process that runs `headgate route`. An async context manager."""
 
     def __init__(self, workers: Sequence[str], environ: Mapping[str, str]) -> None:
         with take_port("127.0.0.1", 0) as taken:
@@ -165,18 +165,18 @@ def local_servers(
     environ: Mapping[str, str],
     on_ready: Callable[[ServerProcess], None],
 ) -> ServerFleet:
-    """Servers as in `headgate up`: restarted at the same addresses, and ended with this process."""
+    """Return servers as in `headgate up`: they restart at the same addresses, and end with this process."""
     recipe = Recipe(tuple(arguments), environ)
     launcher = LocalLauncher(dict.fromkeys(counts, recipe), drain_timeout_s=DRAIN_S)
     return ServerFleet(launcher, counts, Hooks(on_ready, on_leave=_ignore, on_gone=_ignore))
 
 
 def _ignore(server: ServerProcess) -> None:
-    """Servers are not removed, and addresses do not change."""
+    """Ignore a removed or moved server: servers are not removed here, and addresses do not change."""
 
 
 class ChaosFleet:
-    """Use as `async with`; entered when every server receives requests through the router."""
+    """The fleet under test. An async context manager; entering waits until every server gets requests."""
 
     def __init__(self, arguments: Sequence[str], counts: Mapping[str, int], environ: Mapping[str, str]) -> None:
         self._environ = dict(environ)
@@ -216,7 +216,7 @@ class ChaosFleet:
     # -- state --------------------------------------------------------------------------
 
     async def states(self) -> list[str]:
-        """The state of each server, as reported by the router."""
+        """Return the state of each server, as reported by the router."""
         answer = msgspec.json.decode(await get(self.url, "/v1/workers"))
         by_url = {worker["url"]: str(worker["state"]) for worker in answer["workers"]}
         return [by_url.get(proxy.url, "unknown") for proxy in self.proxies]
@@ -233,7 +233,7 @@ class ChaosFleet:
                 states = await self.states()
 
     def processes(self) -> dict[str, int]:
-        """Pids of the running processes, by name."""
+        """Return the pids of the running processes, by name."""
         found: dict[str, int] = {"router": self.router.pid} if hasattr(self, "router") else {}
         for worker in self.workers:
             if worker.pid is None:
@@ -247,7 +247,7 @@ class ChaosFleet:
         self.seen |= set(self.processes().values())
 
     async def leftover_processes(self) -> list[int]:
-        """Processes that outlive the fleet. An engine ends by itself as soon as it is scheduled, which may take a while."""
+        """Return processes that outlive the fleet. An engine that gets no CPU time may take a while to end."""
         until_s = clock() + PATIENCE_S
         while True:
             left = [pid for pid in sorted(self.seen) if process_stats(pid) is not None and _is_ours(pid)]

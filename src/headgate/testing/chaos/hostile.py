@@ -1,7 +1,7 @@
 """Hostile clients. They are a separate tenant, so nothing that they do may affect the other clients.
 
-Their answers are counted. An attack fails the run if a guarantee to any client is broken: for example, a request is refused
-because another tenant uses its id, or a prompt of megabytes is not refused at once.
+Their answers are counted. The run fails if an attack breaks a guarantee to any client: for example, if a request is
+refused because another tenant uses its id, or if a prompt of megabytes is not refused at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from headgate.testing.chaos.judge import AnswerJudge
 
 PATIENCE_S = 180.0
 GIANT_BYTES = 8 * 2**20
-GIANT_S = 30.0  # within which a prompt that cannot fit must be refused, on a loaded machine
+GIANT_S = 30.0  # longest time until a prompt that cannot fit is refused, on a loaded machine
 STALLED = 6  # concurrent stalled clients
-RECEIVE_BUFFER_BYTES = 2048  # of the stalled clients' sockets
+RECEIVE_BUFFER_BYTES = 2048  # size of the receive buffers of the stalled clients
 BURST = 60  # concurrent requests
 TWINS = 4
 
@@ -46,7 +46,7 @@ class HostileClients:
         self._address, self._items, self._judge = HttpAddress.of(url), items, judge
         self._in_flight = in_flight
         self._rng = random.Random(f"hostile {seed}")
-        self.answers: Counter[str] = Counter()  # by attack and outcome
+        self.answers: Counter[str] = Counter()  # number of answers by attack and outcome
 
     async def stalled_readers(self, lasts_s: float) -> None:
         """Request long answers and read nothing."""
@@ -102,7 +102,7 @@ class HostileClients:
         return {"prompt": f"gate {number}", "max_tokens": 20, "ignore_eos": True}
 
     async def long_prompts(self) -> None:
-        """Send long prompts that are in no cache, so that a prefill server computes them."""
+        """Send long prompts that are not cached anywhere, so that a prefill server computes them."""
         async with asyncio.TaskGroup() as tasks:
             for item in [item for item in self._items if item.number % 6 == 4][:BURST]:
                 tasks.create_task(self._long(item))

@@ -1,8 +1,8 @@
 """Compares answers with the reference, and checks that every deviation is explained.
 
-An answer is whole or cut. It may be cut only by an abort of its id, or by a pause that overlapped it. It may be refused
-only while the fleet is paused. Every other deviation is unexplained, whatever faults were injected: a router with one
-healthy server must hide them.
+An answer is whole or cut. It may be cut only by an abort of its id, or by a pause that overlapped it. It may be
+refused only while the fleet is paused. Every other deviation is unexplained, whatever faults were injected: a router
+with one healthy server must hide all faults from clients.
 """
 
 from __future__ import annotations

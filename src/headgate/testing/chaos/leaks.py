@@ -1,4 +1,4 @@
-"""Leak checks: an idle fleet holds nothing, and its processes have not grown.
+"""Leak checks: an idle fleet has released everything, and its processes have not grown.
 
 The file descriptors, threads and tasks of the idle fleet are compared with those after the warm-up. Memory is compared
 under load: for each process that existed throughout the run, the median of the last fifth with that of the first fifth.
@@ -15,7 +15,7 @@ from typing import Any
 from headgate.testing.chaos.client import clock
 from headgate.testing.chaos.fleet import NO_ANSWER, ChaosFleet, metrics, process_stats
 
-IDLE_S = 90.0  # for the last lease to expire and the last probe to finish
+IDLE_S = 90.0  # long enough for the last lease to expire and the last probe to finish
 SAMPLE_EVERY_S = 2.0
 SAMPLES, POLL_S = 5, 0.5
 WINDOW = 0.2  # share of the run over which medians are taken
@@ -76,7 +76,7 @@ class ProcessWatch:
 
 
 def memory_growth(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float, float]]:
-    """For each process that existed in both windows: its name, and its median memory in the first and the last one."""
+    """Yield the name of each process that existed in both windows, and its median memory in the first and the last."""
     if not samples:
         return
     first_s, last_s = samples[0].at_s, samples[-1].at_s
@@ -85,7 +85,7 @@ def memory_growth(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float
         mine = [sample for sample in samples if sample.pid == pid and sample.process == name]
         early = [sample.rss_mb for sample in mine if sample.at_s <= first_s + window_s]
         late = [sample.rss_mb for sample in mine if sample.at_s >= last_s - window_s]
-        if early and late and mine[0].at_s <= first_s + SAMPLE_EVERY_S:  # not restarted during the run
+        if early and late and mine[0].at_s <= first_s + SAMPLE_EVERY_S:  # a process that was not restarted
             yield name, round(median(early), 1), round(median(late), 1)
 
 
@@ -98,7 +98,7 @@ def memory_leaks(samples: Sequence[ProcessSample]) -> list[str]:
 
 
 async def at_rest(fleet: ChaosFleet) -> dict[str, IdleUsage]:
-    """The usage of each process while no requests are sent: the minimum of several samples."""
+    """Return the usage of each process while no requests are sent: the minimum of several samples."""
     for proxy in fleet.proxies:
         proxy.reset()  # pooled connections are not leaks
     found: dict[str, IdleUsage] = {}
@@ -130,7 +130,7 @@ def leaked(before: Mapping[str, IdleUsage], after: Mapping[str, IdleUsage]) -> l
 
 
 async def still_held(fleet: ChaosFleet) -> list[str]:
-    """Metrics of an idle fleet that are not zero."""
+    """Return the metrics of a fleet that would be zero if it were idle, but are not."""
     found = [f"{name} is {value:g}" for name, value in _nonzero(await metrics(fleet.url), "router_", ROUTER_AT_REST)]
     for worker in fleet.workers:
         page = await metrics(worker.url)
@@ -146,7 +146,7 @@ def _nonzero(page: Mapping[str, float], prefix: str, names: Sequence[str]) -> It
 
 
 async def wait_until_idle(fleet: ChaosFleet, timeout_s: float = IDLE_S) -> list[str]:
-    """Wait until everything is released; returns what is still held after `timeout_s`."""
+    """Wait until the fleet has released everything; returns what is still held after `timeout_s`."""
     until_s, left = clock() + timeout_s, ["no process has answered"]
     while left and clock() < until_s:
         try:
@@ -159,7 +159,7 @@ async def wait_until_idle(fleet: ChaosFleet, timeout_s: float = IDLE_S) -> list[
 
 
 async def weight_differences(fleet: ChaosFleet) -> list[str]:
-    """A problem if the servers do not all have the same weights."""
+    """Return a problem if the servers do not all have the same weights."""
     versions: dict[str, Any] = {}
     for worker in fleet.workers:
         page = await metrics(worker.url)

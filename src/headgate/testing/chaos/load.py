@@ -38,7 +38,7 @@ class LoadClient:
 
 
 class ClientLoad:
-    """Start `run` in a task. Set `over` to let every client finish its request and end."""
+    """The clients of a run. Start `run` in a task; set `over` to let every client finish its request and stop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ClientLoad:
         client.request_id = f"chaos-{client.number}-{self.sent}"
         more: dict[str, object] = {"request_id": client.request_id}
         if rng.random() < 0.3:
-            more["cache_salt"] = client.request_id  # its prompt is in no cache
+            more["cache_salt"] = client.request_id  # keeps the prompt from being found in a cache
         strict = rng.random() < STRICT
         sending = send_request(self._address, item, more, answer, PATIENCE_S, api_key=self._api_key, strict=strict)
         client.task = asyncio.ensure_future(sending)

@@ -11,7 +11,7 @@ from headgate.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    group: str  # "servers": injected into one server, and never into the last healthy one
+    group: str  # faults of the group "servers" are injected into one server, and never into the last healthy one
     share: float  # relative frequency
     lasts_s: tuple[float, float] = (0.0, 0.0)
 
@@ -57,21 +57,21 @@ class PlannedFault:
 
 
 def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[PlannedFault]:
-    """One fault every `every_s` seconds."""
+    """Draw one fault for every `every_s` seconds."""
     rng = random.Random(seed)
     shares = [KINDS[kind].share for kind in kinds]
     faults = []
     for number in range(1, int(seconds / every_s) + 1):
         (kind,) = rng.choices(kinds, shares)
         shortest_s, longest_s = KINDS[kind].lasts_s
-        # Most are short; the longest exceed every timeout of the router.
+        # Most faults are short; the longest exceed every timeout of the router.
         lasts_s = shortest_s + (longest_s - shortest_s) * rng.random() ** 2
         faults.append(PlannedFault(number * every_s, kind, rng.random(), lasts_s))
     return faults
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of faults with these names or in these groups; all kinds if `names` is empty."""
+    """Return the kinds of faults with these names or in these groups; all kinds if `names` is empty."""
     for name in names:
         if name not in KINDS and name not in GROUPS:
             raise RequestError(f"there is no fault {name!r}; there are {', '.join((*GROUPS, *KINDS))}")

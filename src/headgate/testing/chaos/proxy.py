@@ -1,7 +1,7 @@
 """A TCP proxy between the router and one server, which can delay, hold back, cut or reset connections.
 
-There is one proxy per server. The router knows only the proxy's address, so the server may restart elsewhere. Every fault
-is a field that is read when bytes arrive; setting it back ends the fault.
+There is one proxy per server. The router knows only the proxy's address, so the server may restart at another
+address. Every fault is a field that is read when bytes arrive; setting it back ends the fault.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class ProxiedConnection:
         for writer in (self.near, self.far):
             sock = writer.get_extra_info("socket")
             if sock is not None:
-                with suppress(OSError, ValueError):  # already closing
+                with suppress(OSError, ValueError):  # the connection is already closing
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             writer.transport.abort()
 
 
 class FaultProxy:
-    """Use as `async with`. `url` is the address for the router, `target` the address of the server."""
+    """An async context manager. `url` is the address for the router, `target` the address of the server."""
 
     def __init__(self) -> None:
         self.target: tuple[str, int] | None = None
@@ -82,7 +82,7 @@ class FaultProxy:
         return len(links)
 
     def cut_next_answers(self) -> int:
-        """On each connection, pass half of the next bytes from the server and then close it."""
+        """On each connection, pass on half of the next bytes from the server and then close the connection."""
         for link in self.links:
             link.cut_next = True
         return len(self.links)
@@ -126,7 +126,7 @@ class FaultProxy:
             await self._flowing.wait()
             if answers and link.cut_next:
                 writer.write(piece[: len(piece) // 2])
-                writer.close()  # no reset, which would discard bytes that were not read yet
+                writer.close()  # a reset would discard bytes that were not read yet
                 link.far.transport.abort()
                 return
             writer.write(piece)

@@ -1,4 +1,4 @@
-"""The reference answers: those of an undisturbed server, under each set of weights."""
+"""The reference answers, from a server without faults, under each set of weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MixedWeightsAnswer:
     weights: tuple[WeightsName, ...]  # one per token
 
     def parts(self) -> list[tuple[int, int, WeightsName]]:
-        """Begin, end and weights of each part."""
+        """Return the begin, the end and the weights of each part."""
         parts, begin = [], 0
         for weights, run in groupby(self.weights):
             end = begin + len(list(run))
@@ -74,7 +74,7 @@ class ReferenceAnswers:
         return answer
 
     async def differing(self, mixed: Iterable[MixedWeightsAnswer]) -> list[tuple[MixedWeightsAnswer, str]]:
-        """Answers with a part that differs from the continuation by its own weights, each with a description."""
+        """Return the answers with a part that its weights would not have generated, each with a description."""
         found: list[tuple[MixedWeightsAnswer, str]] = []
         waiting = [(each, part) for each in mixed for part in each.parts()]
         for weights in self._folders:
@@ -97,7 +97,7 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> str:
 
 
 def _difference_from(mixed: MixedWeightsAnswer, begin: int, end: int, expected: ObservedChoice) -> str | None:
-    """How a part differs from that of the undisturbed server; None if it does not."""
+    """Describe how a part differs from the reference; None if it does not."""
     got = mixed.choice.tokens[begin:end]
     if got != expected.tokens:
         return first_difference(got, expected.tokens)
@@ -109,7 +109,7 @@ def _difference_from(mixed: MixedWeightsAnswer, begin: int, end: int, expected: 
 
 
 def _continuation(mixed: MixedWeightsAnswer, begin: int, end: int) -> CatalogueItem:
-    """A request for the same answer from token `begin` to `end`, or to its own end."""
+    """Return a request that continues the answer from token `begin` to `end`, or to the end of the answer."""
     body_sent, choice = mixed.item.body, mixed.choice
     body = {
         "prompt": choice.prompt,

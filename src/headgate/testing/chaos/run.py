@@ -27,9 +27,9 @@ from headgate.testing.tiny import tiny_model
 
 log = logging.getLogger(__name__)
 
-LAST_ACTIONS_S = 240.0  # for running actions to finish
-CALM_S = 240.0  # for clients to finish after the last fault
-READY_S = 120.0  # for servers to restart
+LAST_ACTIONS_S = 240.0  # how long running actions have to finish
+CALM_S = 240.0  # how long clients have to finish after the last fault
+READY_S = 120.0  # how long servers have to restart
 KV_BLOCKS = 384  # few enough that requests sometimes wait or are preempted
 SERVED = ("--device", "cpu", "--kv-blocks", str(KV_BLOCKS), "--drain-timeout", "5", "--kv-times", "10,5,10")
 COUNTED = ("retries", "resumes", "prefills_lost")
@@ -81,7 +81,7 @@ class ChaosRun:
     progress: Callable[[str], None]
     over: asyncio.Event = field(
         default_factory=asyncio.Event
-    )  # set to stop injecting faults; the run then ends as usual
+    )  # set this to stop injecting faults; the run then ends as usual
 
     async def run(self, folder: Path) -> ChaosReport:
         tracebacks = TracebackCollector()
@@ -141,7 +141,7 @@ class ChaosRun:
         report.restarts = sum(worker.starts - 1 for worker in fleet.workers)
 
     async def _transfers(self, url: str) -> float:
-        """Prompts whose KV was received from another server since the start of this one."""
+        """Return the number of prompts whose KV a server has received from another one since its start."""
         return sum(value for name, value in (await metrics(url)).items() if "headgate:kv_transfers_total" in name)
 
     async def _warm_up(self, fleet: ChaosFleet, judge: AnswerJudge, items: Sequence[CatalogueItem]) -> None:
@@ -149,7 +149,7 @@ class ChaosRun:
         load = ClientLoad(fleet.url, items, judge, self.settings.clients, self.settings.seed + 1, LOAD_KEY)
         sending = asyncio.ensure_future(load.run())
         try:
-            if "giant_prompts" in self.settings.kinds:  # so that the buffers they need are part of the baseline
+            if "giant_prompts" in self.settings.kinds:  # so that the baseline includes the buffers that they need
                 hostile = HostileClients(fleet.url, items, judge, load.ids, self.settings.seed)
                 await asyncio.gather(hostile.giant_prompts(0.0), hostile.giant_prompts(0.0))
             await self._sleep(self.settings.warm_up_s)
@@ -184,7 +184,7 @@ class ChaosRun:
     async def _let_clients_finish(
         self, operators: FleetOperator, load: ClientLoad, sending: asyncio.Task[None], report: ChaosReport
     ) -> None:
-        """After the last fault, every client must get its answer."""
+        """Let clients finish after the last fault; every client must get its answer."""
         try:
             await operators.resume_at_end()
         except HeadgateError as error:
@@ -211,7 +211,7 @@ class ChaosRun:
         report.leaks = leaks.leaked(before, after) + leaks.memory_leaks(watch.samples)
 
     async def _sleep(self, seconds: float) -> bool:
-        """Sleep, or return early when `over` is set; returns whether it is set."""
+        """Sleep, or stop early when `over` is set; returns whether it is set."""
         try:
             async with asyncio.timeout(max(0.0, seconds)):
                 await self.over.wait()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headgate.errors import RequestError
 from headgate.testing.chaos.plan import KINDS
 
-WARM_UP_S = (5.0, 30.0)  # minimum and maximum; in between, a tenth of the run
+WARM_UP_S = (5.0, 30.0)  # the warm-up takes a tenth of the run, within these bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ChaosSettings:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Servers by role: one prefill server, the others mixed."""
+        """The number of servers by role: one prefill server, all others mixed."""
         return {"mixed": self.servers - 1, "prefill": 1}
 
     @property

@@ -1,8 +1,8 @@
 """Deterministic simulation of a whole fleet in one process, on virtual time.
 
-All decision-making code is the production code: `Router`, the ASGI app behind uvicorn's protocol, `Replicas`,
-`EngineLoop` and the scheduler. The environment below them is simulated: time, the network, processes and the device. One
-seed determines everything that happens there, so a failing run can be reproduced byte for byte.
+All code that makes decisions is the production code: `Router`, the ASGI app behind uvicorn's protocol, `Replicas`,
+`EngineLoop` and the scheduler. The environment below it is simulated: time, the network, processes and the device.
+One seed determines everything that happens in the environment, so a failing run can be reproduced byte for byte.
 
 Layers, each of which imports only earlier ones: `loop` (time and processes), `network` (connections), `kv` (KV transfer
 between engines), `engine` (the engine process), `hosts` (servers and routers), `caller` (the HTTP client), `script` and

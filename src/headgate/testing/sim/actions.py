@@ -17,12 +17,12 @@ from headgate.testing.sim.loop import SimProcess
 from headgate.testing.sim.network import KvDamage, SimTransport
 from headgate.testing.sim.script import ROUTERS, PlannedAction
 
-END_S = 60.0  # within which a server must shut down
-BACK_S = 60.0  # within which a process that was unavailable must be in the state of the fleet
+END_S = 60.0  # longest time for a server to shut down
+BACK_S = 60.0  # longest time for a process that was unavailable to reach the state of the fleet
 
 
 def _states(reply: ReceivedAnswer) -> dict[str, str]:
-    """States of the workers that have carried out a control call, by address; empty if the call was not answered."""
+    """Return the states of the workers that have carried out a control call, by address; empty without an answer."""
     answer = reply.json() if reply.whole else {}
     result = answer.get("result") if isinstance(answer, dict) else None
     workers = result.get("workers", {}) if isinstance(result, dict) else {}
@@ -38,7 +38,7 @@ class Actions(HostileActions):
         await getattr(self, action.kind)(action)
 
     def _engine(self, action: PlannedAction) -> EngineProcess | None:
-        """The engine of the target server that the plan has drawn."""
+        """Return the engine that the plan has drawn, of the target server."""
         engines = [e for e in self._processes.living if e.host.name.startswith(action.target + "/")]
         return engines[int(action.details["which"] * len(engines))] if engines else None
 
@@ -79,7 +79,7 @@ class Actions(HostileActions):
             engine.host.resume()
 
     async def stall_engine(self, action: PlannedAction) -> None:
-        """The thread of the engine loop hangs; the channel and transfer threads continue."""
+        """Make the thread of the engine loop hang, while the channel and transfer threads continue."""
         engine = self._engine(action)
         if engine is not None and engine.driver is not None:
             engine.driver.stalled = True
@@ -114,7 +114,7 @@ class Actions(HostileActions):
         self._fleet.restart(server)
 
     async def return_old(self, action: PlannedAction) -> None:
-        """The newest weights are no longer available, and an engine is killed: it restarts with older weights."""
+        """Remove the newest weights and kill an engine, which then restarts with older weights."""
         self._fleet.spoil_weights()
         await self.kill_engine(action)
 
@@ -158,7 +158,7 @@ class Actions(HostileActions):
             transport.reset()
 
     def _to_reset(self, action: PlannedAction) -> Iterator[SimTransport]:
-        """The connections that the plan has drawn, or all connections between two named hosts."""
+        """Yield the connections that the plan has drawn, or all connections between two named hosts."""
         if "between" in action.details:
             named = [
                 t for t in self._network.transports if [t.host.name, t.peer.host.name] == action.details["between"]
@@ -219,7 +219,7 @@ class Actions(HostileActions):
         await self._abort(action.via, action.details)
 
     async def abort_and_kill(self, action: PlannedAction) -> None:
-        """Abort requests, and kill the servers or engines that have them at the same time."""
+        """Abort requests, and at the same time kill the servers or engines that have them."""
         fleet, details = self._fleet, action.details
         having = [s for s in fleet.servers if any(s.ledger and s.ledger.named(name) for name in details["req_ids"])]
         kill = fleet.operator.spawn(self._kill_soon(having, action))
@@ -247,7 +247,7 @@ class Actions(HostileActions):
         aborted = {each["request_id"]: each["output_token_count"] for each in result["aborted"]}
         fleet.record_aborted(via, abort_s, aborted)
         for each in result["errors"]:
-            if each["code"] == "not_told":  # it was found, and its end was requested
+            if each["code"] == "not_told":  # the request was found, and its end was requested
                 fleet.asked_to_end[via].add(each["request_id"])
 
     async def pause(self, action: PlannedAction) -> None:
@@ -272,11 +272,11 @@ class Actions(HostileActions):
             )
 
     def _identity(self, server: SimServer, router: str) -> tuple[SimProcess | None, Worker | None]:
-        """The server's process, and its worker object in a router, which is a new one after it was removed and re-added."""
+        """Return the server's process, and its worker object in a router, which is new after a removal and return."""
         return server.host if server.alive else None, self._fleet.worker(router, server)
 
     async def _check_released(self, router: str, overtaken: Callable[[], bool]) -> None:
-        """A router must notice that another router resumed the fleet it had paused, if any resumed server still runs."""
+        """Check that a router notices when another router has resumed the fleet, if a resumed server still runs."""
         until_s = self._loop.time() + BACK_S
         while self._fleet.holds(router) and not overtaken():
             if self._loop.time() > until_s:
@@ -290,7 +290,7 @@ class Actions(HostileActions):
         await self._fleet.control(action.target, "POST", "/v1/resume")
 
     async def pause_and_kill(self, action: PlannedAction) -> None:
-        """A server or engine is killed while the fleet is paused, and must be paused after its restart."""
+        """Kill a server or engine while the fleet is paused, and check that it is paused after its restart."""
         fleet, body = self._fleet, {"mode": action.details["mode"], "timeout": 5}
         resumes, host = fleet.resumes, fleet.hosts[action.target].host
         reply = await fleet.control(action.via, "POST", "/v1/pause", body)
@@ -307,7 +307,10 @@ class Actions(HostileActions):
     async def _check_returns_paused(
         self, action: PlannedAction, host: SimProcess, overtaken: Callable[[], bool]
     ) -> None:
-        """`host`: the server's process when the pause was sent. A newer process runs until its router pauses it."""
+        """Check that a killed server or engine is paused after its restart.
+
+        `host` is the server's process when the pause was sent. A newer process runs until its router pauses it.
+        """
         fleet, until_s = self._fleet, self._loop.time() + BACK_S
         server = next(server for server in fleet.servers if server.name == action.target)
         while not overtaken():

@@ -91,7 +91,7 @@ class _Reader(asyncio.Protocol):
 class ClientBehaviour:
     leaves_after_s: float | None = None
     slow_s: float = 0.0  # pause between two reads
-    stalls: bool = False  # reads nothing at all
+    stalls: bool = False  # the client reads nothing
     patience_s: float = 600.0
 
 

@@ -1,4 +1,4 @@
-"""Checks of rules 61 to 75 of the lifecycle contract (docs/lifecycle.md), as far as a run can break them.
+"""Checks the rules 61 to 75 of the lifecycle contract (docs/lifecycle.md) that a run can break.
 
 Each check yields one string per violation. The content of answers is checked by `judge`; this module checks timing,
 isolation between clients, and the answers of control calls.
@@ -17,11 +17,11 @@ from headgate.testing.sim.hosts import SimServer
 from headgate.testing.sim.network import SimTransport
 from headgate.testing.sim.script import PlannedRequest
 
-REPEATED_S = 3.0  # within which a refused pause may be requested again
-SLACK_S = 1.0  # by which an answer may exceed its deadline or timeout
+REPEATED_S = 3.0  # a refused pause may be requested again within this time
+SLACK_S = 1.0  # how much later than its deadline or timeout an answer may come
 NETWORK_S = 0.5  # round trip under the worst network conditions
-STALL_SLACK_S = 3.0  # a router checks its connections once a second
-DEFAULT_TIMEOUT_S = 30.0  # of control calls that specify none
+STALL_SLACK_S = 3.0  # extra time to notice a stalled client, because a router checks connections once a second
+DEFAULT_TIMEOUT_S = 30.0  # timeout of control calls that specify none
 UPDATE_TIMEOUT_S = 300.0
 MOST_COUNTED = 1_000_000  # tokens; far more than any run generates
 LONGEST_TEXT = 4_000  # characters; no prompt that fits the context of 160 tokens is longer
@@ -31,7 +31,7 @@ LONGEST_TEXT = 4_000  # characters; no prompt that fits the context of 160 token
 
 
 def timeout_of(path: str, body: Any) -> float:
-    """The timeout that the caller of a control call has set."""
+    """Return the timeout that the caller of a control call has set."""
     if isinstance(body, dict) and "timeout" in body:
         return float(body["timeout"])
     if "timeout=" in path:
@@ -40,14 +40,14 @@ def timeout_of(path: str, body: Any) -> float:
 
 
 def late_answer(called: str, reply: ReceivedAnswer, timeout_s: float, stopped_s: float) -> Iterator[str]:
-    """Rule 61. `stopped_s`: how long the called process was itself stopped."""
+    """Rule 61: a control call is answered in time. `stopped_s` is how long the called process was itself stopped."""
     took_s = reply.ended_s - reply.began_s - stopped_s
     if took_s > timeout_s + SLACK_S + NETWORK_S:
         yield f"61: {called} with a timeout of {timeout_s:g} s was answered after {took_s:.2f} s"
 
 
 def missed_deadline(request: PlannedRequest, stopped_s: float) -> Iterator[str]:
-    """Rule 69. `stopped_s`: how long the called process was itself stopped."""
+    """Rule 69: a request ends at its deadline. `stopped_s` is how long the called process was itself stopped."""
     due_ms = request.body.get("deadline_ms")
     if due_ms is None or request.behaviour.slow_s or request.behaviour.stalls or request.disturbed:
         return
@@ -59,7 +59,7 @@ def missed_deadline(request: PlannedRequest, stopped_s: float) -> Iterator[str]:
 
 
 def is_stuck(transport: SimTransport, limit_s: float) -> bool:
-    """Rule 62. Whether the write buffer has been full for too long without the peer reading a byte."""
+    """Rule 62: whether the write buffer has been full for too long without the peer reading a byte."""
     return not transport.lost and transport.stuck_s > limit_s + STALL_SLACK_S
 
 
@@ -67,7 +67,7 @@ def is_stuck(transport: SimTransport, limit_s: float) -> bool:
 
 
 def implausible_counters(servers: Iterable[SimServer]) -> Iterator[str]:
-    """Rule 68."""
+    """Rule 68: clients cannot raise the token counters with forged progress."""
     for server in servers:
         if server.ledger is None:
             continue
@@ -80,7 +80,7 @@ def implausible_counters(servers: Iterable[SimServer]) -> Iterator[str]:
 
 
 def listed_twice(path: str, answer: Any, known: Counter[str]) -> Iterator[str]:
-    """Rule 72. `known`: how many requests of the run use each id."""
+    """Rule 72: an answer lists each request once. `known` counts the requests of the run that use each id."""
     if not isinstance(answer, dict):
         return
     if path == "/v1/requests":
@@ -117,9 +117,9 @@ def overcounted(result: Any, requests: Collection[PlannedRequest], since_s: floa
 
 
 def false_blame(result: Any, others: Collection[str], *, faults: bool) -> Iterator[str]:
-    """Rule 70: workers are not blamed for another worker's false answers. `others`: the addresses of honest workers.
+    """Rule 70: workers are not blamed for another worker's false answers. `others` are the honest workers' addresses.
 
-    `faults`: the run has faults that a router tolerates. A worker whose engines were killed is down.
+    With `faults`, the run has faults that a router tolerates. A worker whose engines were killed is down.
     """
     excused = (IS_DOWN, WENT_DOWN) if faults else ()
     workers = result.get("workers", {}) if isinstance(result, dict) else {}

@@ -1,10 +1,10 @@
-"""The engine process: the real loop, scheduler and messages over a fake device, started by `Replicas` as a subprocess.
+"""The engine process, started by `Replicas` as a subprocess: the real loop, scheduler and messages, a fake device.
 
-`asyncio.create_subprocess_exec` calls `EngineProcesses.start`, `ClientChannel` is replaced by `SimClientChannel`, and the
-turns of the engine loop are callbacks. All other code is the production code.
+`asyncio.create_subprocess_exec` calls `EngineProcesses.start`, `ClientChannel` is replaced by `SimClientChannel`, and
+the turns of the engine loop are callbacks. All other code is the production code.
 
-A token depends on everything that must be right: the KV that was read, the weights that computed it, and the seed and
-position of the random stream.
+A token depends on everything that must be correct: the KV that was read, the weights that computed it, and the seed
+and position of the random stream.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from headgate.testing.sim.loop import HOST, DelayedPipe, SimLoop, SimProcess
 from headgate.testing.sim.vocabulary import EOS, SAMPLED_TOKENS, VOCAB_SIZE
 
 FRAME_S = 0.0001  # delay of a message between a server and its engine
-END_S = 0.01  # from the closing of standard input to the end of the process
+END_S = 0.01  # time from the closing of standard input to the end of the process
 
 
 # -------------------------------------------------------------------------------------------------------------- device
 
 
 def choose(kv: list[int], seed: int) -> int:
-    """The token after those whose KV entries are `kv`."""
+    """Return the token after those whose KV entries are `kv`."""
     return hash((hash(tuple(kv)), len(kv), seed)) % SAMPLED_TOKENS
 
 
 def expected(tokens: list[int], version: int, seed: int) -> int:
-    """The token that a correct engine samples after `tokens`."""
+    """Return the token that a correct engine samples after `tokens`."""
     return choose(expected_entries(tokens, version), seed)
 
 
@@ -90,7 +90,10 @@ class EngineProfile:
 
 
 class SimExecutor(FakeExecutor):
-    """Executor and weight supply. Steps run one after another and take time; the name of a weights file is its content."""
+    """An executor that also loads weights. Steps run one after another and take time.
+
+    The name of a weights file determines the weights.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class SimExecutor(FakeExecutor):
 
 
 def weights_in(source: Source) -> int:
-    """The version of the weights in a file: 7 for `weights-7.safetensors`."""
+    """Return the version of the weights in a file: 7 for `weights-7.safetensors`."""
     assert isinstance(source, FileSource)
     return int(Path(source.path).stem.rpartition("-")[2])
 
@@ -150,7 +153,7 @@ def weights_in(source: Source) -> int:
 
 
 class SimEngineLoop(EngineLoop):
-    """An engine loop that never sleeps: `LoopDriver` calls each turn when there is work to do."""
+    """An engine loop that never sleeps; `LoopDriver` calls each turn when there is work to do."""
 
     on_post: Callable[[], None] | None = None
 
@@ -217,7 +220,7 @@ class LoopDriver:
 
 
 class MessageBus:
-    """Engines by address. Messages to an engine that does not listen yet are kept, as in ZeroMQ."""
+    """Finds engines by address. Messages to an engine that does not listen yet are kept, as in ZeroMQ."""
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
@@ -411,7 +414,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         self.end(-9)
 
     def close(self) -> None:
-        """Standard input was closed: the process ends as soon as it runs."""
+        """Close standard input: the process then ends as soon as it runs."""
         self._processes.loop.call_later(END_S, self.end, 0, context=self.host.context)
 
     async def _wait(self) -> int:
@@ -477,7 +480,7 @@ class EngineProcesses:
             watch(engine, stage, ticket)
 
     def serving(self, ticket: Ticket) -> EngineProcess | None:
-        """The engine that now listens at the address of a ticket."""
+        """Return the engine that now listens at the address of a ticket."""
         found = [engine for engine in self.living if engine.kv is not None and engine.kv.address == ticket.engine]
         return found[0] if found else None
 
@@ -487,7 +490,7 @@ class EngineProcesses:
 
     @property
     def quarantined(self) -> set[str]:
-        """Servers with an engine that has been without complete weights."""
+        """Return the servers with an engine that was ever quarantined."""
         hosts = (
             engine.host for engine in self.engines if engine.executor is not None and engine.executor.half_written
         )

@@ -1,7 +1,7 @@
 """The simulated routers and servers of one run, and what the run records about them.
 
-`SimFleet` builds the hosts of a plan, makes control calls to them, hands out weights, and checks at once what must hold
-after every control call. `actions` and `hostile_actions` work on it; `world` runs it.
+`SimFleet` builds the hosts of a plan, makes control calls to them, provides weights, and checks the conditions that
+must hold after every control call. `actions` and `hostile_actions` act on it; `world` runs it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from headgate.testing.sim.script import (
     SimulationPlan,
 )
 
-CALL_S = 120.0  # within which every control call must be answered, whatever its own timeout
-GONE_S = 0.25  # within which a client's disconnect reaches its engine, under good network conditions
+CALL_S = 120.0  # longest time for any control call to be answered, whatever its own timeout
+GONE_S = 0.25  # longest time for a client's disconnect to reach its engine, under good network conditions
 
 
 class SimFleet:
@@ -55,29 +55,29 @@ class SimFleet:
         self.plan = plan
         self._seed = seed
         self._fast_path = fast_path
-        self._folder = folder  # for weights and crash dumps
+        self._folder = folder  # the folder for weights and crash files
         self.roles = plan.roles or ("mixed",) * plan.servers
-        self.version = 0  # of the newest weights that were sent to any server
-        self.agreed = True  # the last update has reached all servers
-        self.floor_versions: dict[str, int] = {}  # by router: the weights of its last successful update
-        self.resumes = 0  # calls that may have ended a pause
+        self.version = 0  # version of the newest weights that were sent to any server
+        self.agreed = True  # whether the last update has reached all servers
+        self.floor_versions: dict[str, int] = {}  # router -> version of its last successful update
+        self.resumes = 0  # number of calls that may have ended a pause
         self.pauses = 0
-        self.asked_to_end: dict[str, set[str]] = {name: set() for name in ROUTERS}  # by router: ids
-        self._held: dict[str, tuple[SimProcess, int]] = {}  # by server: the process and the weights it has
+        self.asked_to_end: dict[str, set[str]] = {name: set() for name in ROUTERS}  # router -> ids
+        self._held: dict[str, tuple[SimProcess, int]] = {}  # server -> its process, and the weights it has
         self._spoiled: Counter[str] = Counter()  # weights files that were replaced
         self._jobs: list[asyncio.Task[None]] = []  # tasks of actions
-        self._paused = False  # a pause was requested during the run
-        self._aborted: dict[str, int] = {}  # by id: the number of tokens that an abort call reported
-        self._retried_s: dict[str, float] = {}  # by name: when the client retried with its Idempotency-Key
+        self._paused = False  # whether a pause was requested during the run
+        self._aborted: dict[str, int] = {}  # id -> the number of tokens that an abort call reported
+        self._retried_s: dict[str, float] = {}  # name -> when the client retried with its Idempotency-Key
         self._calls = 0
         self.dishonest: dict[str, None] = {}  # servers that have given false answers
         self._unknown_claims: set[tuple[str, str]] = (
             set()
-        )  # router and id: claimed by a dishonest server for a request that the router did not have
+        )  # (router, id) of requests that a dishonest server claims to have, but the router did not have
         self._ids = Counter(request.id for request in plan.requests)
-        self._placements: dict[tuple[str, str], list[str]] = {}  # addresses of workers, by router and id
-        self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # by router: its live requests at each pause
-        self._before_pause: dict[str, set[str]] = {}  # by router: ids that it had accepted before a pause
+        self._placements: dict[tuple[str, str], list[str]] = {}  # (router, id) -> addresses of workers
+        self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # router -> its live requests at each pause
+        self._before_pause: dict[str, set[str]] = {}  # router -> ids that it had accepted before a pause
         self._pausers: set[str] = set()  # hosts that received a pause call
 
     def note(self, host: SimProcess | None, what: str) -> None:
@@ -129,7 +129,7 @@ class SimFleet:
         return self.routers[0]
 
     def engine_states(self, server: SimServer) -> list[str]:
-        """States of the server's engines; empty while any engine is not connected."""
+        """Return the states of the server's engines; empty while any engine is not connected."""
         replicas = [] if server.engines is None or not server.alive else server.engines.replicas
         if any(replica.client is None for replica in replicas):
             return []
@@ -138,7 +138,7 @@ class SimFleet:
         return [loop.control.state for loop in loops if loop is not None]
 
     def worker(self, router: str, server: SimServer) -> Worker | None:
-        """The worker that stands for a server in a router; None if the server is not in the router's fleet."""
+        """Return a router's worker object for a server; None if the server is not in the router's fleet."""
         host = next(host for host in self.routers if host.name == router)
         workers = host.router.fleet if host.router is not None else ()
         return next((worker for worker in workers if worker.url == server.url), None)
@@ -152,12 +152,12 @@ class SimFleet:
     def placed(self, router: str, exchange: Exchange, url: str) -> None:
         self._placements.setdefault((router, exchange.id), []).append(url)
         if exchange.cut:
-            return  # the request has ended, and a worker is only asked for the text of its tokens
+            return  # the request has ended, and a worker is asked only for the text of its tokens
         if exchange.ending or (exchange.id in self.asked_to_end[router] and self._ids[exchange.id] == 1):
             self.fail(f"{exchange.id} was sent to another worker after its abort was requested")
 
     def record_aborted(self, router: str, abort_s: float, tokens: dict[str, int]) -> None:
-        """Record the answer of an abort call. Requests of other routers are left out: they may have continued first."""
+        """Record the answer of an abort call, without requests of other routers, which may have moved before it."""
         targets = {
             request.name
             for request in self.plan.requests
@@ -170,8 +170,8 @@ class SimFleet:
     def _is_meant(self, request: PlannedRequest, abort_s: float) -> bool:
         """Whether an abort sent at `abort_s` can only refer to the attempt whose answer the client received.
 
-        A request with an Idempotency-Key may have been retried since, or answered while a worker still generates it for
-        the key. A router may have ended a request whose worker had a fault, and the worker learns of it later.
+        A request with an Idempotency-Key may have been retried since, or answered while a worker still generates it
+        for the key. A router may have ended a request whose worker had a fault; the worker is then notified later.
         """
         may_outlive_answer = "idempotency-key" in request.headers or self._may_fail(request)
         answered = request.reply.whole and request.reply.ended_s <= abort_s and may_outlive_answer
@@ -181,7 +181,7 @@ class SimFleet:
         )
 
     def _is_known(self, request: PlannedRequest, abort_s: float) -> bool:
-        """Whether the router had the request. About others it can only repeat the claims of a dishonest worker."""
+        """Whether the router had the request. For others, it can only repeat the claims of dishonest workers."""
         in_router = 0 < request.reply.began_s < abort_s - GONE_S and not 0 < request.reply.ended_s <= abort_s
         return not self.dishonest or (in_router and (request.to, request.id) not in self._unknown_claims)
 
@@ -254,7 +254,7 @@ class SimFleet:
         return reply
 
     def _check_paused(self) -> None:
-        """An engine that is paused with mode abort has no sequence that was started."""
+        """Check that an engine that is paused with mode abort has no sequence that was started."""
         for engine in self.processes.living:
             if engine.loop is None or (engine.loop.control.state, engine.loop.control.mode) != ("paused", "abort"):
                 continue
@@ -266,7 +266,7 @@ class SimFleet:
         return hostile.key_of(tenant if self.plan.tenants else "")
 
     def _check_answer(self, to: str, path: str, body: Any, reply: ReceivedAnswer, stopped_s: float) -> None:
-        """Check what must hold for every control answer, whatever has happened."""
+        """Check the conditions that hold for every control answer, whatever has happened."""
         complaints: list[str] = []
         isolated = any(action.kind == "lose_machine" and action.target == to for action in self.plan.actions)
         if not isolated and not (path == "/v1/update_weights" and body and "strategy" in body):
@@ -301,8 +301,8 @@ class SimFleet:
     def _check_obeyed(self, held: list[tuple[Exchange, ...]], began_s: float) -> None:
         """Rule 71: after a pause with mode abort, all requests that the router had accepted before it have ended."""
         if len(held) != 1:
-            return  # another pause at the same time
-        # The clients of these may not have read the whole answer yet.
+            return  # there was another pause at the same time
+        # The clients of these requests may not have read the whole answer yet.
         slow = {request.id for request in self.plan.requests if request.behaviour.stalls or request.behaviour.slow_s}
         if unfinished := [exchange.id for exchange in held[0] if not exchange.over and exchange.id not in slow]:
             self.fail(f"71: the fleet is paused with mode abort, but {unfinished} have not ended")
@@ -315,7 +315,7 @@ class SimFleet:
     # -- weights ------------------------------------------------------------------------------
 
     def new_weights(self) -> dict[str, Any]:
-        """The body of an update call with new weights."""
+        """Return the body of an update call with new weights."""
         self.version += 1
         path = self._weights(self.version)
         if not path.exists():
@@ -326,7 +326,7 @@ class SimFleet:
         return self._folder / f"weights-{version}.safetensors"
 
     def updated(self, via: str, version: int, reply: ReceivedAnswer, processes: dict[SimServer, SimProcess]) -> None:
-        """Record the result of an update. `processes`: when it began; a server restarted since may have older weights."""
+        """Record the result of an update. `processes` are those at its begin; newer ones may have older weights."""
         succeeded = reply.status == 200
         self.agreed = succeeded and (self.agreed or version == self.version)  # a newer update may have been refused
         if succeeded:
@@ -337,14 +337,14 @@ class SimFleet:
                     self._held[server.name] = server.host, version
 
     def _floor_version(self, to: str) -> int:
-        """The oldest weights that may answer a request sent now."""
+        """Return the oldest weights that may answer a request sent now."""
         if to in ROUTERS:
             return self.floor_versions.get(to, 0)
         host, version = self._held.get(to, (None, 0))
         return version if host is self.hosts[to].host else 0
 
     def spoil_weights(self) -> None:
-        """Replace the newest weights file: a process that starts now cannot load those weights."""
+        """Replace the newest weights file, so that a process that starts now cannot load those weights."""
         self._spoiled[self._weights(self.version).name] += 1
         self.agreed &= not self.version
 
@@ -356,12 +356,12 @@ class SimFleet:
 
     @property
     def _removed(self) -> set[str]:
-        """Servers that are removed from a router for a while."""
+        """The servers that are removed from a router for a while."""
         return {action.target for action in self.plan.actions if action.kind == "remove"}
 
     @property
     def _outdated(self) -> set[str]:
-        """Servers with an engine that restarts without the newest weights."""
+        """The servers with an engine that restarts without the newest weights."""
         return {action.target for action in self.plan.actions if action.kind == "return_old"}
 
     def _may_fail(self, request: PlannedRequest) -> bool:
@@ -377,12 +377,12 @@ class SimFleet:
         )
 
     def _may_lack_weights(self) -> bool:
-        """Whether possibly no server had usable weights at some time."""
+        """Whether there may have been a time at which no server had usable weights."""
         lacking = self.processes.quarantined | self._removed
         return bool(lacking) and len(lacking | self._outdated) >= self.plan.servers
 
 
 def _result_of(reply: ReceivedAnswer) -> Any:
-    """The `result` of an answer or of an error."""
+    """Return the field `result` of an answer or of an error."""
     answer = reply.json() if reply.whole else {}
     return answer.get("result") or answer.get("error", {}).get("result") if isinstance(answer, dict) else None

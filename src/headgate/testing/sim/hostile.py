@@ -1,7 +1,7 @@
 """Additional actors: slow, hostile or strict clients, other tenants, workers with false answers, badly timed stops.
 
-They are drawn from a random stream of their own and added to the plan of the seed, so the rest of the plan is the same
-with and without them. About half of all plans have none.
+These actors are drawn from a random stream of their own and added to the plan of the seed, so the rest of the plan is
+the same with and without them. About half of all plans have none.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
     if rng.random() < 0.6:
         _give_keys(draft)
     actors = rng.sample(ACTORS, min(rng.randint(1, 3), len(ACTORS)))
-    if _burst in actors:  # in which all but a few requests belong to one tenant
+    if _burst in actors:  # in a burst, all but a few requests belong to one tenant
         actors = [actor for actor in actors if actor not in (_twins, _pry)]
     draft.actors = actors
     for actor in actors:
@@ -227,7 +227,7 @@ def _burst(rng: random.Random, draft: PlanDraft) -> None:
     """More requests of one tenant than can be admitted, and single requests of another tenant."""
     _with_keys(draft)
     at_s = rng.uniform(0, WINDOW_S / 2)
-    # Otherwise the requests of the plan would be a second burst, by the tenant with single requests.
+    # Spread the plan's requests, which would otherwise be a second burst, by the tenant with single requests.
     for request in draft.requests:
         assign(request, BOB)
     for i in range(rng.randint(15, 25)):
@@ -342,7 +342,7 @@ def _salts(rng: random.Random, draft: PlanDraft) -> None:
     """A tenant that probes the prefix cache for prompts of another tenant."""
     _with_keys(draft)
     if rng.random() < 0.5:
-        # Servers without tenant keys, which can also be reached directly.
+        # The servers have no tenant keys and can be reached directly.
         draft.changes["keys_at"] = ("routers",)
         for request in draft.requests:
             request.to = request.to if request.routed else rng.choice(draft.routers)
@@ -350,7 +350,7 @@ def _salts(rng: random.Random, draft: PlanDraft) -> None:
 
 
 def _crash_in_pause(rng: random.Random, draft: PlanDraft) -> None:
-    """An engine or a server is killed while it pauses, and must be paused after its restart."""
+    """Kill an engine or a server while it pauses; it must be paused after its restart."""
     details = {
         "mode": rng.choice(("abort", "drain", "drain", "freeze")),
         "whole": rng.random() < 0.4,

@@ -184,7 +184,10 @@ class HostileActions:
             )
 
     def _resend_counts(self, via: str) -> tuple[int, ...]:
-        """Changes when a request may have been sent to a server twice: it then finds its own prompt in the cache."""
+        """Return counts that change when a request may have been sent to a server twice.
+
+        Such a request finds its own prompt in the cache.
+        """
         router = next(host.router for host in self._fleet.routers if host.name == via)
         # A pause sends back requests that wait for a ticket, after a worker began to compute their prompts.
         disturbed = self._fleet.report.actions["reset"], self._fleet.pauses
@@ -219,7 +222,7 @@ class HostileActions:
 
 
 def next_ids(id: str, tries: int) -> list[str]:
-    """The ids that would follow `id` if ids were numbered consecutively."""
+    """Return the ids that would follow `id` if ids were numbered consecutively."""
     prefix, digits = id[: len("req-") + NAME_DIGITS], id[len("req-") + NAME_DIGITS :]
     try:
         number = int(digits, 16)
@@ -233,7 +236,7 @@ def malformed(which: int, path: str, body: bytes) -> bytes:
 
 
 def claim(ids: list[str], path: str, body: bytes) -> bytes:
-    """The worker's answer, extended by claims about requests that it may not have."""
+    """Return the worker's answer, extended by claims about requests that it may not have."""
     answer = msgspec.json.decode(body)
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, dict):

@@ -89,7 +89,7 @@ class SimHost:
         self.host.alive = False
         self.signals = SimSignals()
         self.task: asyncio.Task[None] | None = None
-        self.failed = False  # it ended by itself and was not restarted yet
+        self.failed = False  # the process ended by itself and was not restarted yet
 
     def start(self) -> None:
         self.failed = False
@@ -100,7 +100,7 @@ class SimHost:
         self.task = host.spawn(self._run(host))
 
     async def _run(self, host: SimProcess) -> None:
-        """Run until the end; an error that the process cannot recover from is logged, and the process ends."""
+        """Run the process until its end. An error from which it cannot recover is logged and ends it."""
         try:
             await self._serve()
         except HeadgateError as error:
@@ -125,7 +125,7 @@ class ServerSettings:
 
 
 class SimServer(SimHost):
-    """`headgate serve`."""
+    """A host that runs `headgate serve`."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class SimServer(SimHost):
 
 
 class WatchedTokenizer(Tokenizer):
-    """Reports every text that it encodes."""
+    """A tokenizer that reports every text that it encodes."""
 
     def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
         vars(self).update(vars(tokenizer))
@@ -197,7 +197,7 @@ class WatchedTokenizer(Tokenizer):
 
 
 class FalseAnswers:
-    """ASGI middleware that replaces control answers with those of the server's `false_answer`, while it is set."""
+    """ASGI middleware that replaces control answers with those of the server's `false_answer`, if that is set."""
 
     PATHS = (
         "/v1/abort_requests",
@@ -238,7 +238,7 @@ class FalseAnswers:
 
 
 class WatchedRouter(Router):
-    """Reports each placement, and the live requests at the moment of each pause."""
+    """A router that reports each placement, and the live requests at the moment of each pause."""
 
     on_place: Callable[[Exchange, str], None]
     on_hold: Callable[[tuple[Exchange, ...]], None]
@@ -263,7 +263,7 @@ class RouterObserver(Protocol):
 
 
 class SimRouter(SimHost):
-    """`headgate route`."""
+    """A host that runs `headgate route`."""
 
     def __init__(
         self, loop: SimLoop, name: str, config: RouteConfig, seed: int, watch: RouterObserver, fast_path: FastPath
@@ -290,7 +290,7 @@ def workers(servers: list[SimServer], roles: tuple[str, ...]) -> tuple[WorkerAdd
 
 @contextmanager
 def simulated(loop: SimLoop, rng: Any, stamps: Callable[[str | Path], Stamps]) -> Iterator[None]:
-    """Replace what the code uses of the machine besides its event loop: clocks, randomness, folders, engine channels."""
+    """Replace the parts of the machine that the code uses: clocks, randomness, folders, engine channels."""
     folders = count(1)
     replaced = [
         (time, "time", lambda: EPOCH_S + loop.time() + loop.skew_s),

@@ -18,7 +18,7 @@ from headgate.testing.sim.engine import expected
 from headgate.testing.sim.script import PlannedRequest
 from headgate.text.detokenizer import token_bytes
 
-# By circumstance: the codes with which a request may be refused or fail, and the causes of an early end.
+# For each circumstance, the codes with which a request may be refused or fail, and the causes of an early end.
 REFUSALS = {
     "busy": {"queue_full"},
     "pause": {"paused"},
@@ -32,7 +32,7 @@ CAUSES = {
 }
 ROUTER_CAUSES = (
     CAUSES["abort"] | CAUSES["deadline"] | {"pause"}
-)  # with which a router itself ends requests that no worker has
+)  # causes with which a router itself ends requests that no worker has
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class JudgedChoice:
     prompt: list[int] | None = None
     returned_ids: list[int] | None = None  # all ids of a choice that must continue on another worker
     ends: int = 0  # number of finish reasons received
-    cut: bool = False  # ended by the router, which cannot decode tokens: withheld text is missing
+    cut: bool = False  # the router ended it; withheld text is missing, because the router cannot decode tokens
 
 
 @dataclass
@@ -71,7 +71,7 @@ class JudgedAnswer:
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     done: bool = False
-    odd: list[str] = field(default_factory=list)  # violations of strict mode
+    odd: list[str] = field(default_factory=list)  # violations of the rules for strict clients
 
 
 def judge(request: PlannedRequest, circumstances: Circumstances) -> list[str]:
@@ -196,7 +196,7 @@ def _check_content(request: PlannedRequest, answer: JudgedAnswer, circumstances:
 def _was_returned_for_rescheduling(
     request: PlannedRequest, choice: JudgedChoice, circumstances: Circumstances
 ) -> bool:
-    """Whether the choice was returned for rescheduling (rule 34) and then ended early: it has ids and no text."""
+    """Whether the choice was returned for rescheduling (rule 34) and then ended early, with ids but without text."""
     rescheduled = (
         circumstances.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline", "pause")
     )
@@ -234,7 +234,7 @@ def _check_choice(
     if seed is not None:
         yield from _check_tokens(request, choice, seed + index)
     text = _text(request, choice.ids)
-    # If the worker of a non-streaming answer was lost, the router knows its ids, but not its text.
+    # If the worker of an answer that is not streamed was lost, the router knows its ids, but not its text.
     lost = request.routed and not request.stream and circumstances.faults
     textless = lost and choice.finish == "abort" and choice.cause in ROUTER_CAUSES and not choice.text
     if choice.finish is None or choice.finish == "pd_reschedule" or choice.cut or textless:
@@ -245,7 +245,7 @@ def _check_choice(
 
 
 def _seed(request: PlannedRequest) -> int | None:
-    """The seed of the first choice; None if it cannot be known."""
+    """Return the seed of the first choice; None if it cannot be known."""
     if "seed" in request.body:
         return int(request.body["seed"])
     return seed_of(request.headers["x-request-id"]) if request.routed else None
@@ -262,7 +262,7 @@ def _check_tokens(request: PlannedRequest, choice: JudgedChoice, seed: int) -> I
 
 
 def reference(request: PlannedRequest, seed: int) -> list[int]:
-    """The whole answer under the initial weights."""
+    """Return the whole answer under the initial weights."""
     known, ids = list(request.prompt), list[int]()
     while len(ids) < request.body["max_tokens"]:
         ids.append(expected(known, 0, seed))
@@ -286,7 +286,7 @@ def _decode(ids: list[int]) -> str:
 
 
 def _stop_at(text: str, stops: tuple[str, ...]) -> int | None:
-    """The position of the stop string that is complete first."""
+    """Return the position of the stop string that is completed first."""
     found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
@@ -374,7 +374,7 @@ def judge_abort(request: PlannedRequest, tokens: int) -> list[str]:
 
 
 def code_of(request: PlannedRequest) -> str | None:
-    """The error code of a refused or cut request; None if it was neither."""
+    """Return the error code of a refused or cut request; None if it was neither."""
     if request.reply.status != 200:
         return str(request.reply.json()["error"]["code"])
     answer = read(request)
@@ -382,7 +382,7 @@ def code_of(request: PlannedRequest) -> str | None:
 
 
 def tally(requests: list[PlannedRequest]) -> Counter[str]:
-    """Count requests and choices by how they ended."""
+    """Count requests and choices by their kind of end."""
     ends: Counter[str] = Counter()
     for request in requests:
         reply = request.reply

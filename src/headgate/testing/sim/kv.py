@@ -1,6 +1,6 @@
-"""KV transfer between simulated engines: the real `TcpTransport` over simulated sockets, selectors and threads.
+"""KV transfer between simulated engines: the real `TcpTransport` with simulated sockets, selectors and threads.
 
-KV travels in the frames of production over connections of the simulated network, which cuts, resets, delays and damages
+KV travels in the production frames over connections of the simulated network, which can cut, reset, delay and damage
 them. The KV of the simulated device consists of hashes, so any wrong KV changes the next token.
 """
 
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from headgate.protocol.plan import Fetch
     from headgate.protocol.request import Ticket
 
-PORT = 7000  # of a server's first engine; after a restart it listens at the same port
+PORT = 7000  # port of a server's first engine; it stays the same after a restart
 NETWORK = "10.0.0.0/8"
-MOST_AT_ONCE = 256  # bytes that one write accepts: less than an answer of several blocks
-PORTION = 2  # blocks that are read or written together
+MOST_AT_ONCE = 256  # most bytes that one write accepts; less than the size of several blocks
+PORTION = 2  # number of blocks that are read or written together
 STAGES = (
     "attach",
     "renewed",
     "fetch",
     "fetched",
     "released",
-)  # of a transfer, in the order in which engines reach them
+)  # the stages of a transfer, in the order in which engines reach them
 
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """Leases, waiting times and disaggregation threshold of a run."""
+    """The lease time, waiting times and disaggregation threshold of a run."""
 
     lease_s: float = 2.0
     wait_s: float = 1.0
@@ -200,7 +200,7 @@ class SimKvSocket(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._ended = True
         self.on_ready()
-        return True  # the other direction stays open
+        return True  # keeps the other direction open
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = error is None
@@ -324,7 +324,7 @@ class TransportTurns:
         self._at_once()
 
     def is_alive(self) -> bool:
-        return False  # no caller has to join it
+        return False  # there is no thread to join
 
     def _at_once(self) -> None:
         self._at(0.0)
@@ -383,7 +383,7 @@ class SimKv(TcpTransport):
         return bool(self._servers or any(self._clients.values()) or self._detaching)
 
     def leaks(self) -> list[str]:
-        """Offers and connections that are still held."""
+        """Return the offers and connections that are still held."""
         things = {
             "offers": len(self._offers),
             "incoming connections": len(self._servers),
@@ -418,7 +418,7 @@ class _Ordered(dict[Any, None]):
 
 
 def replaced() -> list[tuple[Any, str, Any]]:
-    """The module attributes of `tcp` that use the operating system, and their replacements."""
+    """Return the module attributes of `tcp` that use the operating system, with their replacements."""
 
     def pair() -> tuple[SimWakeup, SimWakeup]:
         wakeup = SimWakeup()

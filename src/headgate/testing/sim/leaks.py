@@ -25,7 +25,7 @@ def find_leaks(
 
 
 def kv_leaks(engines: Iterable[EngineProcess]) -> list[str]:
-    """Leases, tickets and connections between engines. Unused connections are closed after a while."""
+    """Return the leases, tickets and connections that engines still hold. Unused connections close after a while."""
     found = []
     for engine in engines:
         if engine.loop is not None and len(engine.loop.scheduler.leases):

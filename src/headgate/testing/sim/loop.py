@@ -29,7 +29,7 @@ class ListenerHandle(Protocol):
 
 
 class NetworkBackend(Protocol):
-    """What processes and the event loop need from the network; implemented by `network.SimNetwork`."""
+    """The part of the network that processes and the event loop use; implemented by `network.SimNetwork`."""
 
     async def connect(
         self, factory: Callable[[], asyncio.BaseProtocol], address: tuple[str, int]
@@ -94,7 +94,7 @@ class SimProcess:
         return self._stopped_before_s + (self.loop.time() - self._stopped_at_s if self.stopped else 0.0)
 
     def kill(self) -> None:
-        """End the process between two callbacks. Nothing that it does afterwards has an effect outside."""
+        """End the process between two callbacks. Later actions of its tasks have no effect outside the process."""
         if not self.alive:
             return
         for child in self.children:
@@ -102,7 +102,7 @@ class SimProcess:
         self.alive = False
         for end in self.on_end:
             end()
-        # The clean-up code of its tasks still runs, but the network no longer carries anything from this process.
+        # The clean-up code of its tasks still runs, but the network drops everything that this process sends.
         for task in list(self.tasks):
             task.cancel()
         self.resume()
@@ -140,7 +140,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self._turns = 0  # iterations since the clock last jumped
         self._numbers = count()
-        # Timers with a serial number, so that the order of those due at one moment is defined and compared in C.
+        # Each timer has a serial number, so that the order of timers due at the same time is defined.
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self.network: NetworkBackend
         self.processes: SubprocessBackend
@@ -249,7 +249,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Run `func` immediately: there is only one thread."""
+        """Run `func` immediately, because there is only one thread."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -275,6 +275,6 @@ class DelayedPipe:
         self._last_s = 0.0
 
     def send(self, item: Any, delay_s: float) -> None:
-        # Items of one channel keep their order, also if they are delayed by less than the one before.
+        # Items of one channel keep their order, even if an item is delayed by less than the one before.
         self._last_s = max(self._loop.time() + delay_s, self._last_s + 1e-7)
         self._loop.call_at(self._last_s, self._deliver, item, context=self._context)

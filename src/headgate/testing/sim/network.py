@@ -1,8 +1,8 @@
 """The simulated network: ordered connections that delay, split, hold back and lose bytes as the seed determines.
 
-A connection is a pair of `SimTransport`s. Bytes arrive in order, after a delay, in pieces of any size. A cut between two
-machines is silent: bytes in transit arrive when the cut ends, unless the connection has been closed by then. A process
-that dies resets its connections; if its machine is isolated as well, its peers are not notified.
+A connection is a pair of `SimTransport`s. Bytes arrive in order, after a delay, in pieces of any size. A cut between
+two machines is silent: bytes in transit arrive when the cut ends, unless the connection has been closed by then. A
+process that ends resets its connections; if its machine is also isolated, its peers are not notified.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NetworkConditions:
 
 @dataclass(slots=True)
 class KvDamage:
-    """Damage to KV in transit: the share of its pieces to which each kind happens."""
+    """Damage to KV in transit: for each kind of damage, the share of pieces that have it."""
 
     corrupted: float = 0.0  # one byte of the piece is changed
     cut_short: float = 0.0  # half of the piece arrives, and the connection ends
@@ -107,7 +107,7 @@ class SimTransport(asyncio.Transport):
         self.lost = False
         self.carries_kv = False
         self._pipe = DelayedPipe(network.loop, self._arrive, context)  # from the peer to this end
-        self._waiting: deque[bytes | None] = deque()  # arrived, but not delivered yet
+        self._waiting: deque[bytes | None] = deque()  # pieces that have arrived, but are not delivered yet
         self._unread = 0  # bytes written by this end that the peer has not read
         self._full = False
         self._moved_s = 0.0  # while full: when the peer last read something, or when it became full
@@ -191,7 +191,7 @@ class SimTransport(asyncio.Transport):
         self.take()
 
     def take(self) -> None:
-        """Deliver what has arrived, unless the line is cut or reading is paused."""
+        """Deliver the bytes that have arrived, unless the connection is cut or reading is paused."""
         while self._waiting and not self.lost and self.protocol is not None:
             if self.network.are_cut(self.host, self.peer.host):
                 return
@@ -268,7 +268,7 @@ class SimNetwork:
         self.conditions = conditions
         self.listeners: dict[tuple[str, int], NetworkListener] = {}
         self.transports: dict[SimTransport, None] = {}
-        self.hash = blake2b(digest_size=16)  # of every byte that arrived, and of its arrival time
+        self.hash = blake2b(digest_size=16)  # covers every byte that arrived, and its arrival time
         self._random = rng
         self._numbers = count(1)
         self._cuts: dict[frozenset[str], None] = {}
@@ -288,7 +288,7 @@ class SimNetwork:
         return delay_s
 
     def damaged(self, piece: bytes) -> tuple[bytes, bool]:
-        """The piece as it arrives, and whether the connection continues after it."""
+        """Return the piece as it arrives, and whether the connection continues after it."""
         assert self.damage is not None
         if self._random.random() < self.damage.cut_short:
             self.damage_counts["KV cut short"] += 1
@@ -350,7 +350,7 @@ class SimNetwork:
         self._deliver_held()
 
     def _deliver_held(self) -> None:
-        """Deliver what was held back by a cut."""
+        """Deliver the bytes that a cut has held back."""
         for transport in list(self.transports):
             self.loop.call_soon(transport.take, context=transport.context)
         healed, self._healed = self._healed, asyncio.Event()

@@ -1,4 +1,4 @@
-"""The report of a simulated run: its failures, its timeline, and counts of what happened."""
+"""The report of a simulated run: its failures, its timeline, and counts of its events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SimulationReport:
-    """`trace`: virtual time, process name and text of each event. `hash`: of all bytes that arrived, and when."""
+    """The report of one run.
+
+    `trace` has the virtual time, process name and text of each event. `hash` covers all bytes that arrived, and their
+    times.
+    """
 
     seed: int
     failures: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from headgate.testing.sim.report import SimulationReport
 from headgate.testing.sim.world import simulate
 
-SHARE = 8  # seeds that a process runs before it returns their reports
+SHARE = 8  # number of seeds that a process runs before it returns their reports
 
 
 @dataclass
@@ -57,7 +57,7 @@ def _listed(counter: Counter[str]) -> str:
 def run_seeds(
     seeds: Iterable[int], *, jobs: int | None = None, on_failure: Callable[[SimulationReport], None] | None = None
 ) -> SimulationSummary:
-    """Run all seeds; `on_failure` is called with the report of each that fails."""
+    """Run all seeds; `on_failure` is called with the report of each seed that fails."""
     shares = _shares(list(seeds))
     summary = SimulationSummary()
     jobs = min(jobs or os.cpu_count() or 1, len(shares))
@@ -100,5 +100,5 @@ def _run_share(seeds: list[int]) -> list[SimulationReport]:
 def _run_quietly(seed: int) -> SimulationReport:
     report = simulate(seed)
     if not report.failures:
-        report.trace.clear()  # it will not be read
+        report.trace.clear()  # the trace of a successful run is not read
     return report

@@ -1,6 +1,7 @@
 """The plan of a run, drawn from its seed: the fleet, the requests of clients, the actions of operators, and the faults.
 
-A `SimulationPlan` is data and is complete before anything runs, so it can be inspected, and no draw depends on the run.
+A `SimulationPlan` is data, and complete before the run starts. It can therefore be inspected, and no draw depends on
+the run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from headgate.testing.sim.hosts import MODEL, ServerSettings
 from headgate.testing.sim.kv import STAGES, KvSettings
 from headgate.testing.sim.network import NetworkConditions
 
-WINDOW_S = 4.0  # within which all requests and actions begin
+WINDOW_S = 4.0  # all requests and actions begin within this time
 STOPS = ("STOP", "stop", "é", "fox.", "ok", "\n", " über")
 MESSAGES = ("tell me", "data: [DONE]", "why? ünï", "one two three four five six", "🦊")
 ROUTER = "router"
@@ -120,18 +121,18 @@ class SimulationPlan:
     max_in_flight: int | None = None
     max_queue: int = 64
     routers: int = 1
-    roles: tuple[str, ...] = ()  # of the servers; empty: all are mixed
+    roles: tuple[str, ...] = ()  # the roles of the servers; if empty, all are mixed
     kv: KvSettings | None = None  # None: no KV is transferred between engines
     tenants: tuple[str, ...] = ()  # each has an API key; empty: requests need no key
     keys_at: tuple[str, ...] = (
         "routers",
         "servers",
-    )  # which of these have tenant keys; routers and servers always have an admin key
+    )  # which kinds of hosts have tenant keys; routers and servers always have an admin key
     stall_s: float = 6.0  # client stall timeout
 
     @property
     def calm(self) -> bool:
-        """Without actions, every client must get a whole answer."""
+        """Whether the plan has no actions, so that every client must get a whole answer."""
         return not self.actions
 
 
@@ -180,7 +181,7 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
 
 
 def _draw_roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSettings | None]:
-    """Roles of the servers. KV is transferred only between servers with roles."""
+    """Draw the roles of the servers. KV is transferred only between servers with roles."""
     if servers == 1 or rng.random() < 0.5:
         return ("mixed",) * servers, None
     rest = ("decode",) * (servers - 1) if rng.random() < 0.7 else ("decode", *["mixed"] * (servers - 2))
@@ -204,7 +205,7 @@ def _draw_requests(rng: random.Random, servers: list[str], routers: tuple[str, .
 
 
 def _draw_flood(rng: random.Random, servers: list[str], routers: tuple[str, ...]) -> list[PlannedRequest]:
-    """More requests at once than the fleet has capacity for."""
+    """Draw more simultaneous requests than the fleet has capacity for."""
     at_s, shared = rng.uniform(0, WINDOW_S), [_draw_ids(rng, 4)]
     flood = [_draw_request(rng, f"flood-{i}", servers, routers, shared, [at_s]) for i in range(rng.randint(12, 24))]
     for request in flood:
@@ -317,7 +318,7 @@ FAULTS = (
     "return_old",
 )
 KV_FAULTS = ("corrupt_kv", "cut_kv_short", "cut_peers", "kill_in_transfer")
-# A router with several workers hides these from its clients.
+# Faults that a router with several workers hides from its clients.
 TOLERATED = (
     *KV_FAULTS,
     "reset",
@@ -357,7 +358,7 @@ CONTROL = (
 def _draw_actions(
     rng: random.Random, servers: list[str], requests: list[PlannedRequest], routers: tuple[str, ...], *, kv: bool
 ) -> list[PlannedAction]:
-    # The death of a router excuses so many failed answers that it must not be part of every other run.
+    # A killed router excuses so many failed answers that only few runs may contain this fault.
     faults = [kind for kind in FAULTS if kind != "kill_router" or rng.random() < 0.2]
     kinds = rng.sample(faults, rng.randint(0, 4)) + rng.sample(CONTROL, rng.randint(0, 3))
     kinds += rng.sample(KV_FAULTS, rng.randint(0, 3)) if kv else []
@@ -367,7 +368,7 @@ def _draw_actions(
 
 
 def draw_moment(rng: random.Random, requests: list[PlannedRequest]) -> float:
-    """Usually shortly after a request was sent."""
+    """Draw the time of an action; usually shortly after a request is sent."""
     if rng.random() < 0.3:
         return rng.uniform(0, WINDOW_S)
     return min(rng.choice(requests).at_s + rng.uniform(0, 1.0), WINDOW_S)

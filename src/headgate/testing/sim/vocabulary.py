@@ -1,7 +1,7 @@
 """The vocabulary, tokenizer and chat template of the simulated model.
 
-The vocabulary is small, many of its tokens are parts of a character, and the end-of-sequence token is sampled often. The
-device samples only the first `SAMPLED_TOKENS` tokens. The rest are the single bytes that prompts consist of.
+The vocabulary is small, many of its tokens are parts of a character, and the end-of-sequence token is sampled often.
+The device samples only the first `SAMPLED_TOKENS` tokens. The rest are the single bytes that prompts consist of.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EOS = 0
 
 
 def _byte_level(data: bytes) -> str:
-    """Bytes in the notation of a byte-level vocabulary."""
+    """Return bytes in the notation of a byte-level vocabulary."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return "".join(chr(byte if byte in printable else 256 + others.index(byte)) for byte in data)

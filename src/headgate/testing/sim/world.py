@@ -37,12 +37,12 @@ from headgate.testing.sim.script import (
     draw,
 )
 
-UP_S = 30.0  # for the fleet to start
-END_S = 200.0  # for all requests to end after the last action
+UP_S = 30.0  # longest time for the fleet to start
+END_S = 200.0  # longest time for all requests to end after the last action
 SETTLE_S = 3.0
-KV_RELEASE_S = 15.0  # for unclaimed leases to expire and unused connections to be closed
-FOLLOW_S = 60.0  # for workers that were unavailable to catch up with the fleet
-TRIES = 40  # attempts to resume the fleet at the end
+KV_RELEASE_S = 15.0  # longest time for unclaimed leases to expire and unused connections to close
+FOLLOW_S = 60.0  # longest time for workers that were unavailable to catch up with the fleet
+TRIES = 40  # number of attempts to resume the fleet at the end
 
 
 class _TraceHandler(logging.Handler):
@@ -55,7 +55,7 @@ class _TraceHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         host = HOST.get()
         if host is not None and not host.alive:
-            return  # logged by the clean-up code of a killed process
+            return  # the clean-up code of a killed process has logged this
         message = record.getMessage()
         self._world.note(host, f"{record.levelname.lower()}: {message}")
         if record.exc_info:
@@ -146,7 +146,7 @@ class World(SimFleet):
             yield from self._refused_in_pause(request)
 
     def _refused_in_pause(self, request: PlannedRequest) -> Iterator[str]:
-        """Rule 71."""
+        """Rule 71: a request that was accepted before a pause is not refused because of it."""
         if request.reply.whole and not request.retries and f"{code_of(request)}" == "paused":
             yield f"71: {request.name} was accepted before the fleet was paused, but refused as paused"
 
@@ -198,7 +198,7 @@ class World(SimFleet):
         await call(address, "POST", request.path, request.body, request.headers, request.behaviour, request.reply)
         request.stopped_s += called.stopped_s
         if not request.routed and self.hosts[request.to].host is not called:
-            request.floor_version = 0  # possibly a restarted process has answered
+            request.floor_version = 0  # a restarted process may have answered
         self.note(host, f"received {request.reply.status}, {len(request.reply.body)} bytes {request.reply.broken}")
         unique = self._ids[request.name] == 1  # no other tenant uses that id
         if request.reply.left and self.plan.calm and unique and "idempotency-key" not in request.headers:
@@ -236,7 +236,7 @@ class World(SimFleet):
                 return
 
     async def _check_gone(self, request: PlannedRequest) -> None:
-        """No process works for a client that has disconnected."""
+        """Check that no process works for a client that has disconnected."""
         await asyncio.sleep(GONE_S)
         unwanted = self._unwanted()
         await asyncio.sleep(GONE_S)
@@ -251,13 +251,13 @@ class World(SimFleet):
                 self.fail(f"{router.name} still has {request.name}, {GONE_S:g} s after its client disconnected")
 
     def _keyed(self) -> list[str]:
-        """Requests with an Idempotency-Key that servers still generate, with or without a connected client."""
+        """Return requests with an Idempotency-Key whose answers servers still generate, even without a client."""
         names = [request.name for request in self.plan.requests if "idempotency-key" in request.headers]
         ledgers = [server.ledger for server in self.servers if server.ledger is not None]
         return [name for name in names if any(ledger.named(name) for ledger in ledgers)]
 
     def _unwanted(self) -> set[tuple[str, int, int]]:
-        """Aborted streams that engines have not yet confirmed: server, engine and stream id."""
+        """Return aborted streams whose end engines have not confirmed: server, engine and stream id."""
         running = [server for server in self.servers if server.engines is not None]
         replicas = [(server.name, replica) for server in running for replica in server.engines.replicas]  # type: ignore[union-attr]
         return {(name, r.index, id) for name, r in replicas if r.client is not None for id in r.client._left}
@@ -285,7 +285,7 @@ class World(SimFleet):
         await asyncio.sleep(max(began_s + WINDOW_S - self.loop.time(), 0))
 
     async def _repair_fleet(self) -> None:
-        """End all faults, restart what has ended, and resume the fleet."""
+        """End all faults, restart processes that have ended, and resume the fleet."""
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=CALL_S + END_S)
         self.network.heal()
@@ -303,7 +303,7 @@ class World(SimFleet):
         return self._listen(self.hosts.values())
 
     async def _resume_all(self) -> None:
-        """Resume through each router: none of them knows of the other's control calls."""
+        """Resume the fleet through each router, because a router does not know of the other's control calls."""
         for router in self.routers:
             for _ in range(TRIES):
                 if not self.agreed:
@@ -413,7 +413,7 @@ def simulate(
     fast_path: FastPath = PYTHON,
 ) -> SimulationReport:
     """Run one seed; `actors=False` leaves out the additional actors of `hostile`."""
-    # Always the same folder: its name is part of the bytes sent, which must not differ between runs.
+    # The folder is always the same: its name is part of the bytes sent, which must not differ between runs.
     folder = Path(tempfile.gettempdir()) / f"headgate-simulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     plan = hostile.draw(seed, only) if actors else draw(seed, only)
