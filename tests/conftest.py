@@ -18,7 +18,7 @@ settings.load_profile("unhurried")
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    """Tiny models are faster on one thread; on a busy machine, waiting threads cost seconds per test."""
+    """Use one thread: tiny models are faster with one, and on a busy machine, more threads cost seconds per test."""
     import torch
 
     torch.set_num_threads(1)

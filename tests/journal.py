@@ -1,7 +1,6 @@
-"""An independent reader of journals: from the bytes of an answer to the `resume` field of the request that continues
-it.
+"""An independent reader of journals: turns the bytes of an answer into the `resume` field of the next request.
 
-Written from docs/decisions/0006-the-journal.md alone; it uses none of the server's code.
+It is written from docs/decisions/0006-the-journal.md alone and uses none of the server's code.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def resume_of(sent: list[bytes], *, stream: bool) -> dict[str, Any]:
 
 
 def shown(body: bytes) -> bytes:
-    """What a client sees: events without comments; blocks of comments only are dropped."""
+    """Return the part of an answer that a client sees: the events, without comments."""
     kept = []
     for block in body.split(b"\n\n")[:-1]:
         lines = [line for line in block.split(b"\n") if line and not line.startswith(b":")]
@@ -50,6 +49,6 @@ def shown(body: bytes) -> bytes:
 
 
 def unveiled(body: bytes) -> bytes:
-    """The withheld events, which a client gets if no other server continues the answer."""
+    """Return the withheld events, which a client gets if no other server continues the answer."""
     lines = [line.removeprefix(b":m ") for line in body.split(b"\n") if line.startswith(b":m ")]
     return b"".join(line + b"\n" for line in lines if not line.startswith((b":j ", b":f ")))

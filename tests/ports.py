@@ -11,7 +11,7 @@ _NEXT = count()
 
 
 def own_port() -> int:
-    """A port for a process that binds it later, or repeatedly."""
+    """Return a port for a process that binds it later, or repeatedly."""
     first = _block().getsockname()[1] + 1
     for _ in range(MANY - 1):
         port = first + next(_NEXT) % (MANY - 1)
@@ -23,7 +23,7 @@ def own_port() -> int:
 
 @cache
 def _block() -> socket.socket:
-    """Reserves a block of ports for this process by binding the first one."""
+    """Reserve a block of ports for this process by binding the first one."""
     for number in range(BLOCKS):
         if (guard := _bound(FIRST + number * MANY, again=False)) is not None:
             return guard
@@ -31,7 +31,7 @@ def _block() -> socket.socket:
 
 
 def _bound(port: int, *, again: bool) -> socket.socket | None:
-    """`again`: also if connections of a previous owner are still in TIME_WAIT."""
+    """Bind a port; None if it is taken. With `again`, connections in TIME_WAIT do not prevent it."""
     found = socket.socket()
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
     try:

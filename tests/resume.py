@@ -6,7 +6,7 @@ from headgate import LLM, SamplingParams
 
 
 def resume(llm: LLM, prompt: list[int], params: SamplingParams, generated: list[int]) -> list[int]:
-    """The rest of an answer that was started elsewhere."""
+    """Return the rest of an answer that another engine has started."""
     (answer,) = llm.generate([prompt], params, generated=[generated], progress=False)
     assert answer.token_ids[: len(generated)] == generated
     return answer.token_ids[len(generated) :]

@@ -15,7 +15,7 @@ SEND_BYTES = 16384  # send buffer of a server, too small for a whole answer
 
 
 class Mute:
-    """Sends requests on one connection, and reads only when the test calls for it."""
+    """A client that sends requests on one connection, and reads only when the test asks for it."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -34,7 +34,7 @@ class Mute:
         return self.socket.recv(size)
 
     def rest(self) -> bytes:
-        """Everything received until the connection ends, however it ends."""
+        """Return everything received until the connection ends, however it ends."""
         parts = []
         try:
             while part := self.read():
@@ -44,7 +44,7 @@ class Mute:
         return b"".join(parts)
 
     def rest_of_answer(self) -> bytes:
-        """The rest of a chunked answer, up to its last chunk."""
+        """Return the rest of a chunked answer, up to its last chunk."""
         received = b""
         while not received.endswith(LAST_CHUNK):
             part = self.read()

@@ -83,7 +83,7 @@ def calls_of(routes: Sequence[BaseRoute]) -> list[Call]:
 
 
 def expected(keys: str, host: str, caller: str, access: Access) -> int:
-    """The rule of docs/keys.md."""
+    """Return the expected status, by the rule in docs/keys.md."""
     rights = KNOWN[keys].get(caller)
     if rights is None and keys in ("keys", "worker's keys") and access is not Access.OPEN:
         return NO_KEY

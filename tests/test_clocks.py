@@ -97,7 +97,7 @@ def is_zero(node: ast.expr | None) -> bool:
 
 
 def is_lookup(node: ast.Call) -> bool:
-    """`moments_s.get(key, 0.0)`"""
+    """Whether a call looks like `moments_s.get(key, 0.0)`."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr != "get" or len(node.args) != 2:
         return False
     return name_of(node.func.value).endswith("_s") and is_zero(node.args[1])

@@ -1,4 +1,4 @@
-"""Requests are stopped, held, moved and resumed on a GPU as on a CPU: the same tests, through whole servers.
+"""Requests are aborted, paused, moved and resumed on a GPU as on a CPU: the same tests, with whole servers.
 
 Engines are in float32 and deterministic, so "the same tokens" is literal.
 """
@@ -87,7 +87,7 @@ class TestPause:
 
 
 class TestWeights:
-    """Two engines, on one GPU if there is no second."""
+    """The weight tests with two engines, which share one GPU if there is no second."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -72,7 +72,7 @@ def _warpers(params: SamplingParams) -> list[Any]:
 
 
 def check(folder: Path, prompt: list[int], answer: Any, params: SamplingParams) -> None:
-    """Every value of `answer` is that of the reference: of the token itself and of the most likely ones."""
+    """Check that every value of `answer` equals the reference, for the token itself and for the most likely ones."""
     tokens = [*prompt, *answer.token_ids]
     logits = reference_logits(folder, tokens)
     assert len(answer.logprobs) == len(answer.token_ids)
@@ -93,7 +93,7 @@ def asked(way: str, mode: str, seed: int, *, max_tokens: int = 8, **more: Any) -
 @pytest.mark.parametrize("backend", available_backends())
 @pytest.mark.parametrize("squeeze", [ROOMY, CHUNKED, CROWDED], ids=["roomy", "chunked", "crowded"])
 def test_all_modes_side_by_side_give_the_values_of_transformers(folder, backend, squeeze):
-    """Batched, found in the prefix cache (second turn), chunked and preempted."""
+    """Requests are batched, chunked and preempted; in the second turn, prompts are found in the prefix cache."""
     cases = [(way, mode) for way in WAYS for mode in MODES]
     texts = prompts(len(cases))
     params = [asked(way, mode, i, max_tokens=24, logprobs=i % 4) for i, (way, mode) in enumerate(cases)]

@@ -1,4 +1,4 @@
-"""Many clients of a live server in one event loop; each reads a stream and keeps what it receives."""
+"""Many clients of a live server in one event loop; each reads a stream and records the events that it receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # one per token
     text: str = ""
-    ends: list[tuple[str, str]] = field(default_factory=list)  # finish reasons and causes: one, if all is well
+    ends: list[tuple[str, str]] = field(default_factory=list)  # finish reasons and causes; there must be one
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     comments: int = 0
@@ -83,7 +83,7 @@ async def stream(
 
 @asynccontextmanager
 async def streaming(url: str, bodies: list[dict[str, Any]], **options: Any) -> AsyncIterator[list[Heard]]:
-    """Runs the block while streams are in progress; at its end all streams have been read completely."""
+    """Start streams, yield them while they are in progress, and read them completely when the context exits."""
     heard = [Heard() for _ in bodies]
     async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         for body, each in zip(bodies, heard, strict=True):
@@ -111,7 +111,7 @@ class Missed(Exception):
 
 
 def unless_missed(main: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-    """Run a test that must observe work in progress; if it was too late, repeat it with a multiple of the work."""
+    """Run a test that must observe work in progress. If the work was already done, repeat the test with more work."""
     for longer in (1, 3, 8):
         try:
             asyncio.run(main(longer))

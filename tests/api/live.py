@@ -52,7 +52,7 @@ class LiveServer:
             return http.post(path, json=body, **options)
 
     def events(self, path: str, body: Any, **options: Any) -> list[str]:
-        """The `data` of every event of a stream."""
+        """Return the `data` of every event of a stream."""
         with self.http as http, http.stream("POST", path, json=body | {"stream": True}, **options) as response:
             assert response.status_code == 200, response.read()
             lines = [line for line in response.iter_lines() if line.startswith("data: ")]
@@ -65,7 +65,7 @@ class LiveServer:
 
     @contextmanager
     def stopped(self, engine: int = 0) -> Iterator[None]:
-        """Stops the process of this engine while the block runs."""
+        """Stop the process of this engine inside the context."""
         pid = self.host.replicas[engine].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def live_server(
     send_bytes: int | None = None,
     **engine: Any,
 ) -> Iterator[LiveServer]:
-    """Serve `model` on `count` engines until the block ends."""
+    """Serve `model` on `count` engines inside the context."""
     ready: list[LiveServer] = []
     failed: list[BaseException] = []
     known = threading.Event()

@@ -44,7 +44,7 @@ class ScriptedStream:
 
 class ScriptedEngines:
     info = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "scripted", "none")
-    version = 3  # of its weights
+    version = 3  # version of the engine's weights
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -80,7 +80,7 @@ def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> Serv
 
 
 class Client:
-    """One request to an app. `status` and `body` have what was received so far."""
+    """One request to an app. `status` and `body` hold the part of the answer that was received so far."""
 
     def __init__(self, app: ServerApp, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self._app = app
@@ -89,7 +89,7 @@ class Client:
         self._sent = [{"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}]
         self.gone = asyncio.Event()
         self.status = 0
-        self.headers: dict[str, str] = {}  # of the answer
+        self.headers: dict[str, str] = {}  # headers of the answer
         self.body = b""
 
     async def call(self) -> None:

@@ -62,7 +62,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 
 @contextmanager
 def serving(*arguments: object, **environment: str) -> Iterator[Served]:
-    """A server that is ready; it is killed at the end unless the test has stopped it."""
+    """Start a server and yield it when it is ready; on exit it is killed, unless the test has stopped it."""
     process = subprocess.Popen(
         command("serve", *arguments, "--port", 0, "--log-format", "json", "--log-level", "debug"),
         stderr=subprocess.PIPE,
@@ -103,7 +103,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """Polls `condition` until the deadline, and returns its first true value."""
+    """Poll `condition` until it is true, and return its value; fails at the deadline."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
@@ -118,14 +118,14 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def metric_values(page: str) -> dict[str, float]:
-    """Samples by name and labels, in the text format."""
+    """Return the samples of a metrics page, by name and labels."""
     lines = (line.rpartition(" ") for line in page.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, _, value in lines}
 
 
 @contextmanager
 def up(*arguments: object, hurry: bool = False, **environment: str) -> Iterator[Served]:
-    """A `headgate up` process that is ready; it is stopped at the end, in a `hurry` without draining."""
+    """Start `headgate up` and yield it when it is ready; on exit it is stopped, with `hurry` without draining."""
     process = subprocess.Popen(
         command("up", *arguments, "--port", 0, "--log-format", "json"),
         stderr=subprocess.PIPE,

@@ -38,13 +38,13 @@ def server(model: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(autouse=True)
 def clean(server: LiveServer) -> Iterator[None]:
-    """Every test leaves the server idle: no requests in flight, nothing held, nothing marked."""
+    """Check that every test leaves the server idle: without requests in flight, held blocks or pending aborts."""
     yield
     asyncio.run(running_and_idle(server, "root"))
 
 
 async def running_and_idle(server: LiveServer, key: str | None = None) -> None:
-    """Also after a test that failed in the middle."""
+    """Resume the server and wait until it is idle, even after a test that failed in the middle."""
     await post(server.url, "/v1/wakeup", None, key)
     await post(server.url, "/v1/resume", None, key)
     await idle(server)
@@ -306,7 +306,7 @@ def test_6_a_request_on_a_frozen_engine_is_aborted_at_once(server: LiveServer):
 
 @contextmanager
 def busy_pool(server: LiveServer) -> Iterator[None]:
-    """Keeps the threads that tokenise and build grammars busy while the block runs."""
+    """Keep the threads that tokenise and build grammars busy inside the context."""
     done = threading.Event()
     for _ in range(2):
         server.api.pool.submit(done.wait, 100)

@@ -56,7 +56,7 @@ async def without_engine(server: LiveServer) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def without_threads(server: LiveServer) -> AsyncIterator[None]:
-    """Blocks tokenisation while the block runs."""
+    """Block tokenisation inside the context."""
     free, before = threading.Event(), state.LONG_TEXT
     state.LONG_TEXT = 0
     blockers = [server.api.pool.submit(free.wait, 60) for _ in range(state.TEXT_THREADS)]

@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(autouse=True)
 def adds_up(server: LiveServer) -> Iterator[None]:
-    """After every test, the records of the server add up to what its engines have reported."""
+    """Check after every test that the server's records add up to the numbers that its engines have reported."""
     yield
     ledger = server.api.ledger
     asyncio.run(until(lambda: not ledger.live and not ledger.unsettled))
@@ -138,7 +138,7 @@ def test_53_tokens_after_a_disconnection_are_recorded_once_the_engine_reports_th
 
 def test_53_preempted_aborted_paused_and_overdue_requests_add_up_too(server: LiveServer):
     async def preempted(bodies: list[dict[str, Any]]) -> set[str]:
-        """Ends of requests of which one is preempted, one aborted while all are frozen, and the others by a pause."""
+        """Return the ends of requests: one is preempted, one is aborted in a freeze, a pause ends the others."""
         before = sum(server.status(index).preemptions for index in range(2))
         async with streaming(server.url, bodies) as heard:
             await until(lambda: sum(server.status(index).preemptions for index in range(2)) > before)

@@ -124,7 +124,7 @@ def test_46_a_full_queue_replaces_a_request_of_the_tenant_with_the_most_waiting(
 
 
 def test_46_a_request_that_arrives_while_another_leaves_the_queue():
-    """The wait that would be replaced has been cancelled, and its task has not run yet."""
+    """The waiting request that would be refused in its place is cancelled, but its task has not run yet."""
 
     async def main() -> None:
         admission = Admission(1, 2)

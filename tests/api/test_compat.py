@@ -303,7 +303,7 @@ def greedy(server: LiveServer) -> list[int]:
 
 
 def sent_by_a_trainer(folder: Path, place: tuple[str, int], call: Callable[[], httpx.Response]) -> httpx.Response:
-    """The answer to `call` while a trainer sends the weights in `folder`."""
+    """Return the answer to `call`, which is made while a trainer sends the weights in `folder`."""
     tensors, where = dict(SafetensorsFolder(folder)), "tcp://{}:{}".format(*place)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(send_weights, tensors, where, 2, timeout_s=60)

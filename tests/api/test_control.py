@@ -1,4 +1,4 @@
-"""What control calls wait for and refuse, with engines that answer when a test releases them."""
+"""Control calls that wait and that are refused, with engines that answer when the test allows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulated import run
 
 
 class Engines:
-    """Two engines; every command is answered with the next of `answers` once `free` is set."""
+    """Two fake engines. Once `free` is set, each command is answered with the next entry of `answers`."""
 
     def __init__(self, *answers: dict[int, Any]) -> None:
         self.commands: list[Command] = []

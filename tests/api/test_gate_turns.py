@@ -35,7 +35,7 @@ class Stage:
         self.sent.append(message)
 
     async def ask(self, key: str, *headers: tuple[bytes, bytes], path: str = "/v1/completions") -> int | None:
-        """The status if it was refused."""
+        """Send a request; returns its status if it was refused, else None."""
         self.sent = []
         await self.gate(scope_of(key, *headers, path=path), self._never, self._send)
         return next((message["status"] for message in self.sent if "status" in message), None)
@@ -68,7 +68,7 @@ def test_63_calls_that_need_no_place_are_not_refused_without_one():
         async with stage.ledger.admit(tenant="greedy", kind="completion", choices=8):
             assert await stage.ask("kg", path="/v1/requests") is None
             assert await stage.ask("kg", (b"idempotency-key", b"again")) is None
-            # A large body may be refused permanently, which its sender must learn.
+            # The sender of a large body must be told if it can never be accepted, so it is not refused as busy.
             assert await stage.ask("kg", (b"content-length", b"%d" % (FREE_BYTES + 1))) is None
 
     asyncio.run(main())

@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Reads the body, and answers slowly if the path requests it."""
+    """Read the body and answer, slowly if the path requests it."""
     more, body = True, b""
     while more:
         message = await receive()
@@ -48,7 +48,7 @@ class Peer:
         self.writer.write(data)
 
     async def rest(self) -> bytes:
-        """All bytes until the server closes the connection."""
+        """Return all bytes until the server closes the connection."""
         async with asyncio.timeout(60):
             return await self.reader.read()
 
@@ -74,7 +74,7 @@ Hurried = Callable[[Ask], Awaitable[bytes]]
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Hurried:
-    """Sends to a server with short deadlines, and retries with longer ones if it closed before reading anything."""
+    """Send to a server with short deadlines; retry with longer ones if the server closed before it read anything."""
 
     async def answered(ask: Ask) -> bytes:
         answer = b""

@@ -26,7 +26,7 @@ class Clock:
 async def answer(
     replays: Replays, tenant: str, key: str, body: bytes = b"{}", work: idempotency.Work | None = None
 ) -> bytes:
-    """The answer to a request with this key; a new one is answered with `body`."""
+    """Return the answer to a request with this key; the first such request is answered with `body`."""
     request: Any = SimpleNamespace(state=SimpleNamespace(tenant=tenant, request_id="r"))
     sent: list[Any] = []
 

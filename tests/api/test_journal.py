@@ -241,7 +241,7 @@ def test_the_lines_of_a_journal(model: Path):
 
 
 def test_53_the_length_of_each_prompt_is_written_once(model: Path):
-    """A router that ends the answer itself needs it for the usage."""
+    """A router that ends the answer itself needs the prompt length for the usage."""
     for stream in (True, False):
         asked = COMPLETING | {"stream": stream, "prompt": [[5, 6, 7], [8, 9], [8, 9]], "n": 2}
         body = journalled(model, Engine("ab", size=1), COMPLETIONS, asked)

@@ -45,7 +45,7 @@ def pair(model: Path) -> Iterator[Pair]:
 
 
 def ask(server: LiveServer, path: str, body: dict[str, Any], name: str) -> bytes:
-    """The body of a journaled answer. No request finds another's prefix in the cache, so usage is always the same."""
+    """Return the body of an answer with a journal. Requests share no cached prefix, so usage is always the same."""
     headers = {"X-Headgate-Journal": str(CREATED), "X-Request-Id": name}
     response = server.post(path, body | {"cache_salt": str(next(NAMES))}, headers=headers)
     assert response.status_code == 200, response.text
@@ -54,7 +54,7 @@ def ask(server: LiveServer, path: str, body: dict[str, Any], name: str) -> bytes
 
 
 def summed(events: bytes) -> dict[str, Any]:
-    """The combined content of an answer's events, however they were split."""
+    """Return the combined content of an answer's events, however they were split."""
     told: dict[str, Any] = {"choices": {}, "heads": set(), "done": 0, "usage": [], "errors": []}
     for line in events.decode().split("\n"):
         if line == "data: [DONE]":

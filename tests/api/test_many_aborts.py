@@ -71,7 +71,7 @@ def test_10_13_53_under_many_aborts_every_client_gets_one_end_and_nothing_is_hel
 
 
 def idle_status(server: LiveServer, index: int) -> EngineStatus:
-    """An engine reports an end slightly before its status changes."""
+    """Return the status of an engine once it is idle; an engine reports an end slightly before its status changes."""
     assert eventually(lambda: not ((now := server.status(index)).running or now.waiting or now.held_blocks))
     return server.status(index)
 

@@ -46,7 +46,7 @@ async def opened(url: str, body: dict[str, object]) -> tuple[asyncio.StreamReade
 
 
 async def streamed(url: str, kind: int) -> list[int]:
-    """The token ids of one streamed answer, chunk after chunk."""
+    """Return the token ids of one streamed answer."""
     reader, writer = await opened(url, question(kind, stream=True))
     try:
         events = re.findall(rb"data: (\{.*?\})\n\n", await reader.read())
@@ -79,7 +79,7 @@ def test_a_thousand_streams_lose_no_chunk_and_get_none_twice(server: Served):
 
 
 def gauges(server: Served) -> tuple[float, float, float]:
-    """Running, waiting, blocks held."""
+    """Return the numbers of running sequences, waiting sequences and held blocks."""
     with server.client() as http:
         text = http.get("/metrics").text
 

@@ -61,7 +61,7 @@ def answers(told: list[Told]) -> list[Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Log-probabilities of a recomputed prefix may differ in the last bit that JSON shows."""
+    """Round all numbers, because log-probabilities of a recomputed prefix may differ in the last digit."""
     match value:
         case float():
             return round(value, 4)

@@ -83,7 +83,7 @@ async def arrived(server: LiveServer, count: int) -> None:
 
 
 async def running(server: LiveServer) -> int:
-    """On all engines."""
+    """Return the number of running sequences on all engines."""
     counts = [asyncio.to_thread(server.status, engine) for engine in range(len(server.host.replicas))]
     return sum(status.running for status in await asyncio.gather(*counts))
 
@@ -338,7 +338,7 @@ def test_28_a_pause_shows_in_metrics_health_stays_green_and_readiness_goes_red(s
 
 
 async def says(server: LiveServer, path: str, code: int, **fields: Any) -> bool:
-    """Polls: an engine that is not scheduled for a while does not answer in time."""
+    """Whether `path` gives this status and these fields. Callers poll, because an engine may answer late."""
     told = await get(server.url, path)
     return told.status == code and fields.items() <= told.body.items()
 

@@ -26,7 +26,7 @@ CONTEXT = 8192
 
 
 class WhereFrom(Tokenizer):
-    """Records the thread that calls it."""
+    """A tokenizer that records the thread that calls it."""
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         self.thread = threading.current_thread()
@@ -84,7 +84,7 @@ def test_a_refusal_in_a_thread_reaches_the_caller() -> None:
 
 
 class Counting(Tokenizer):
-    """Counts the characters that it encodes."""
+    """A tokenizer that counts the characters that it encodes."""
 
     encoded = 0
 

@@ -36,7 +36,7 @@ def pair(model) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def guarded(model, tmp_path_factory) -> Iterator[Served]:
-    """One engine with keys that runs one answer and has no queue."""
+    """A server with keys, whose only engine runs one answer at a time and has no queue."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("alice:key-of-alice\nbob:key-of-bob\n")
     arguments = ("--api-keys", keys, "--max-running", 1, "--max-queue", 0, "--kv-blocks", 1024)
@@ -50,7 +50,7 @@ def ask(prompt: str = "hello", max_tokens: int = 8, **more: object) -> dict[str,
 
 @contextmanager
 def streaming(client: httpx.Client, body: dict[str, object]) -> Iterator[Iterator[dict]]:
-    """A stream whose first event has arrived."""
+    """Yield a stream whose first event has arrived."""
     with client.stream("POST", "/v1/completions", json=body | {"stream": True, "return_token_ids": True}) as response:
         assert response.status_code == 200, response.read()
         stream = events(response)
@@ -167,7 +167,7 @@ def test_a_duplicate_of_a_live_id_is_409(pair):
 
 
 def looked(client: httpx.Client) -> dict[str, float]:
-    """The metrics of a scrape that both engines answered; one that does not answer in time is left out."""
+    """Return the metrics once both engines have answered the scrape; late engines are missing from a page."""
 
     def whole() -> dict[str, float] | None:
         values = metric_values(client.get("/metrics").text)

@@ -40,14 +40,14 @@ def serving(model: Path, **options: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    """Drops a client after STALL_S."""
+    """A server that drops a client that reads nothing for STALL_S."""
     with serving(model, stall_s=STALL_S) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def patient(model: Path) -> Iterator[LiveServer]:
-    """Does not drop a client within any test."""
+    """A server whose stall timeout is longer than any test."""
     with serving(model, stall_s=600.0) as server:
         yield server
 
@@ -74,7 +74,7 @@ def details(server: LiveServer, id: str) -> Any:
 
 
 def fill(server: LiveServer, id: str) -> None:
-    """Wait until the client delays the answer of this request."""
+    """Wait until the buffers are full, so that the client delays the answer of this request."""
     assert eventually(lambda: any(is_held_up(record) for record in server.api.ledger.named(id)))
 
 
@@ -107,7 +107,7 @@ def test_62_the_request_of_a_client_that_reads_nothing_ends_and_frees_its_places
 
 
 def test_62_an_unread_complete_answer_and_the_pipelined_request_after_it_end_too(server: LiveServer):
-    """The first keeps its place until the engine has finished it, the second until its client is dropped."""
+    """The first request keeps its place until its answer is finished, the second until the client is dropped."""
     body = asking(2000, logprobs=5)
     with mute(server.url, PATH, body | {"request_id": "first"}) as client:
         client.post(PATH, body | {"request_id": "second", "stream": True})
@@ -118,7 +118,7 @@ def test_62_an_unread_complete_answer_and_the_pipelined_request_after_it_end_too
 
 
 def test_62_a_slow_client_that_reads_gets_everything(server: LiveServer):
-    """It takes longer than the stall timeout in total, but never that long between two bytes."""
+    """The client takes longer than the stall timeout in total, but not between two bytes."""
     heard, began_s = b"", time.monotonic()
     with mute(server.url, PATH, wordy("slow")) as client:
         while time.monotonic() - began_s < 2 * STALL_S:
@@ -208,7 +208,7 @@ def test_62_a_pause_waits_two_seconds_for_a_client_that_reads_nothing(patient: L
 
 
 def test_62_clients_that_read_are_waited_for(monkeypatch: pytest.MonkeyPatch):
-    """A reading client for as long as the caller allows, one that reads nothing for two seconds."""
+    """The wait for a client that reads is as long as the caller allows; for one that does not, it is two seconds."""
 
     class Buffer:
         def __init__(self, size: int, *, drains: bool) -> None:

@@ -77,7 +77,7 @@ def _read(path: Path) -> str:
 
 
 def _running_with(mark: str) -> list[int]:
-    """Processes whose environment contains `mark`."""
+    """Return the processes whose environment contains `mark`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):

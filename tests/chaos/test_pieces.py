@@ -84,7 +84,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def echo_behind_proxy() -> AsyncIterator[tuple[FaultProxy, Callable[[], Coroutine[Any, Any, Connection]]]]:
-    """An echo server behind a proxy, and a function that connects to it."""
+    """Yield a proxy in front of an echo server, and a function that connects to it."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -303,7 +303,7 @@ def sample(at_s: float, rss_mb: float, pid: int = 1) -> ProcessSample:
 
 
 class FixedReference(ReferenceAnswers):
-    """Answers 100, 101, ... under any weights, with the numbers as text."""
+    """A reference in which every answer is 100, 101, ..., with the numbers as text, under any weights."""
 
     def __init__(self) -> None:
         self._folders = {"a": Path(), "b": Path()}

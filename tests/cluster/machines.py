@@ -19,7 +19,7 @@ NODE: dict[str, Any] = {"node_ip_address": LOOPBACK, "object_store_memory": 80 *
 
 
 class Machines:
-    """A head without CPUs, and nodes that can be killed."""
+    """A Ray cluster: a head without CPUs, and nodes that can be killed."""
 
     def __init__(self, cpus: int) -> None:
         from ray.cluster_utils import Cluster
@@ -40,7 +40,7 @@ class Machines:
         return int(node.all_processes["raylet"][0].process.pid)
 
     def running(self, node: Any) -> set[int]:
-        """All processes on that node."""
+        """Return all processes on that node."""
         return below(self.raylet(node))
 
     def kill(self, node: Any) -> set[int]:
@@ -72,7 +72,7 @@ def parent(pid: int) -> int:
 
 
 def below(pid: int) -> set[int]:
-    """All descendants of a process, whichever of its threads started them."""
+    """Return all descendants of a process, whichever of its threads started them."""
     parents = {}
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -23,7 +23,7 @@ class Simulated:
     load: Callable[[float], float]
     servers: int = 1
     bounds: ScaleBounds = WIDE
-    start_s: float = 20.0  # until a new one is ready
+    start_s: float = 20.0  # time until a new server is ready
     seed: int = 0
     noise: float = 0.0
     now_s: float = 0.0

@@ -15,7 +15,7 @@ from headgate.errors import RequestError
 
 
 class ScriptedLauncher:
-    """Servers that run until the test ends them."""
+    """A launcher whose servers run until the test ends them."""
 
     def __init__(self, *, keeps_address: bool = True) -> None:
         self.keeps_address = keeps_address
@@ -119,7 +119,7 @@ def test_scaling_up_waits_for_new_servers_and_scaling_down_waits_until_the_newes
             recorded.calls.clear()
             shrinking = asyncio.create_task(fleet.scale({"mixed": 1}, 60))
             await asyncio.sleep(0.01)
-            # They get no more requests at once, and the call waits for them.
+            # The router stops sending requests to both servers at once, and the call waits for their end.
             assert [name for name, _ in recorded.calls] == ["leave", "leave"] and not shrinking.done()
             assert fleet.running["mixed"] == 1
             launcher.may_end.set()

@@ -59,7 +59,7 @@ def running(cluster: Machines, model: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def fleet(running: Served, cluster: Machines) -> Served:
-    """The fleet with its initial number of servers and nodes."""
+    """Restore the initial number of servers and nodes of the fleet."""
     cluster.add(NODES - len(cluster.nodes))
     with running.client("root", follow_redirects=False) as http:
         answer = http.post("/v1/scale", json={"mixed": SERVERS, "timeout": HEALED_S}, timeout=HEALED_S + 30)
@@ -78,7 +78,7 @@ def wait_for(fleet: Served, ready: int) -> None:
 
 
 def by_node(cluster: Machines, fleet: Served) -> list[set[int]]:
-    """Processes of the servers, node by node."""
+    """Return the processes of the servers, node by node."""
     pids = {each["pid"] for each in workers(fleet)}
     return [cluster.running(node) & pids for node in cluster.nodes]
 

@@ -1,4 +1,4 @@
-"""The journal's codec: what is encoded is decoded, and the readers and writers of single lines agree with it."""
+"""The journal's codec: decoding reverses encoding, and the readers and writers of single lines agree with it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Case:
 
 
 def cases(parameter: SamplingParameter) -> Iterator[Case]:
-    """Values at the bounds and just outside, first of the JSON type and then of the rules within it."""
+    """Yield values at the bounds and just outside: first bounds of the JSON type, then of the parameter's rules."""
     if parameter.name == "n":  # its upper bound is the server's
         yield from (Case(1), Case(MAX_CHOICES), Case(0, "invalid_type"), Case(MAX_CHOICES + 1, "too_many_choices"))
         return
@@ -118,12 +118,12 @@ def holds(parameter: SamplingParameter, value: Any) -> bool:
 
 
 def as_ours(value: Any) -> Any:
-    """The value with integer keys, which JSON does not have."""
+    """Return the value with integer keys, which JSON does not have."""
     return {int(key): each for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def edges(info: inspect.Type) -> tuple[list[Any], list[Any]]:
-    """The extreme values of a JSON type, and values just beyond them."""
+    """Return the extreme values of a JSON type, and values just beyond them."""
     match info:
         case inspect.IntType(ge=int(low), le=int(high)):
             return [low, high], [low - 1, high + 1]
@@ -169,7 +169,7 @@ def wrong_types(info: inspect.Type) -> list[Any]:
 
 
 def seen(parameter: SamplingParameter, answer: Answer) -> Any:
-    """The value of a parameter as the engine or the text layer gets it."""
+    """Return the value of a parameter as the engine or the text layer receives it."""
     assert answer.status == 200, answer.error
     job = answer.jobs[0]
     match parameter.name:
@@ -185,7 +185,7 @@ def seen(parameter: SamplingParameter, answer: Answer) -> Any:
 
 
 def room_for(parameter: SamplingParameter, api: Api) -> dict[str, Any]:
-    """`min_tokens` are bounded by `max_tokens`, whose default is small in some APIs."""
+    """Return fields that raise `max_tokens` if `min_tokens` is tested, because its default is small in some APIs."""
     return {PARAMETERS["max_tokens"].names_in(api)[0]: MOST} if parameter.name == "min_tokens" else {}
 
 

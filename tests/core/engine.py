@@ -42,7 +42,7 @@ class Engine:
         return plan
 
     def land(self, *lengths: int) -> None:
-        """Commit the oldest launched step. `lengths`: tokens per slice that samples; one each if empty."""
+        """Commit the oldest launched step. `lengths` has the number of tokens per slice that samples; default 1."""
         self.scheduler.commit(self.device.land(lengths))
         self.scheduler.check()
         self.collect()
@@ -67,7 +67,7 @@ class Engine:
             self.ended[ended.id] = ended
 
     def answer(self, prompt: list[int], count: int) -> list[int]:
-        """The answer of a correct engine to `prompt` under the current weights."""
+        """Return the answer of a correct engine to `prompt` under the current weights."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(expected_token(tokens, self.scheduler.version, VOCAB_SIZE))

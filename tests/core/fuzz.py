@@ -35,7 +35,7 @@ EXPORT_LOST = ("preempted", "weights", "capacity", "transfer_failed")
 @dataclass(eq=False)
 class Transfer:
     fetch: Fetch
-    copied: int = 0  # blocks
+    copied: int = 0  # number of blocks copied so far
     wanted: bool = True
 
 
@@ -175,7 +175,10 @@ class Engine:
         return fetches
 
     def land(self) -> StepResult:
-        """The device's result of a step. Slices in lockstep have any number of tokens and sometimes break their grammar."""
+        """Return the device's result of a step, in which slices in lockstep have any number of tokens.
+
+        Some of these slices break their grammar.
+        """
         plan, sequences = self.scheduler._launched[0]
         sampling = [seq for seq, samples in zip(sequences, plan.samples, strict=True) if samples]
         lengths = [self.rng.choice((0, 1, 1, 2, 3)) if seq.lockstep else 1 for seq in sampling]
@@ -324,7 +327,7 @@ class FuzzRun:
             self.stop_reading()
 
     def stop_reading(self) -> None:
-        """Some clients stop reading, and others read again."""
+        """Let some clients stop reading, and others read again."""
         engine, draw = self.readers.choice(self.engines), self.readers
         known = [*engine.clients, 10**9]
         engine.scheduler.suspend(draw.choices(known, k=3), suspended=draw.random() < 0.6)
@@ -358,7 +361,7 @@ class FuzzRun:
         self.counts["requests" if engine.offer(request) else "refused"] += 1
 
     def prompt(self, engine: Engine) -> tuple[int, ...]:
-        """A new prompt, one with a shared prefix, or the next turn of an earlier conversation."""
+        """Return a new prompt, a prompt with a shared prefix, or the next turn of an earlier conversation."""
         rng = self.rng
         if engine.clients and rng.random() < 0.3:
             earlier = engine.clients[rng.choice(list(engine.clients)[-20:])]
@@ -381,7 +384,7 @@ class FuzzRun:
         self.counts[f"pause {flow.name.lower()}"] += 1
 
     def disturb_leases(self) -> None:
-        """Stale generations must be refused; a valid renewal must be accepted."""
+        """Renew leases: calls with a stale generation must be refused, and valid ones accepted."""
         table = self.p.scheduler.leases
         for lease in list(table):
             assert not table.renew(lease.id, lease.generation + 1, 1e9)
@@ -425,7 +428,7 @@ class FuzzRun:
             self.p.scheduler.end_lease(ticket.lease, ticket.generation, fetched=False)
 
     def move_kv(self) -> None:
-        """Transfers write at any time, in no order relative to steps, and may write garbage and then fail."""
+        """Advance transfers, which write in no order relative to steps, and may write garbage and then fail."""
         for transfer in list(self.fetches):
             if self.rng.random() < 0.5:
                 self.advance(transfer)
@@ -464,7 +467,7 @@ class FuzzRun:
                 engine.scheduler.resume()
 
     def sleep(self, engine: Engine) -> None:
-        """Lose all KV, unless it is on lease or in a transfer."""
+        """Lose all KV, unless some of it is leased or being transferred."""
         if engine.scheduler.quiesced and not engine.scheduler.lends_kv and self.rng.random() < 0.3:
             engine.device.forget()
             engine.scheduler.kv_lost()

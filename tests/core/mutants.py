@@ -1,6 +1,6 @@
 """Breaks each rule of the core once and shows that a test notices: `python -m tests.core.mutants [SEEDS]`.
 
-The fuzz goes first; what it does not notice, the core's unit tests must.
+The fuzz test runs first. If it does not notice a mutant, the core's unit tests must.
 
 A mutant that survives must be listed in EQUIVALENT with the reason why breaking that line breaks no promise.
 """
@@ -443,7 +443,7 @@ MUTANTS = [
     scheduler("new weights move the horizon", "        self.pool.move_horizon()\n", ""),
 ]
 
-# Changes nothing, so that a copy which cannot even be imported does not pass for one in which every bug was noticed.
+# A mutant without a change, for which no test may fail. It shows that the copied package can be imported.
 UNBROKEN = scheduler("nothing is broken", "class Scheduler:", "class Scheduler:")
 
 # Mutants that break no promise, and why.
@@ -464,7 +464,7 @@ def main(seeds: int) -> int:
 
 
 def judge(mutant: Mutant, seeds: int) -> str | None:
-    """Who noticed, or None if nobody did."""
+    """Return which test noticed the mutant; None if none did."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "headgate"
         shutil.copytree(ROOT / "src/headgate", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -481,7 +481,7 @@ def judge(mutant: Mutant, seeds: int) -> str | None:
 
 
 def notices(command: list[str], folder: str) -> str | None:
-    """What `command` says when it fails against the mutated package in `folder`."""
+    """Run `command` with the mutated package in `folder`; returns its output if it fails, else None."""
     env = {**os.environ, "PYTHONPATH": folder}
     try:
         run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)

@@ -691,7 +691,7 @@ def test_a_sampled_token_is_reported_with_its_log_probability():
 
 
 def prefilled(prompt: int = 10, **limits: object) -> tuple[Engine, Ticket]:
-    """An engine that has computed a prompt and keeps its KV on lease."""
+    """Return an engine that has computed a prompt and leases its KV, and the ticket for it."""
     engine = Engine(engine="P", generation=3, **limits)
     engine.add(1, prompt=prompt, max_tokens=1, export_kv=True)
     engine.run()
@@ -865,7 +865,7 @@ def test_33_sequences_cut_by_a_shutdown_can_be_resumed_on_another_engine(resched
 
 
 def waiting_to_fetch() -> Engine:
-    """A sequence whose blocks are still written by two launched steps of an aborted sequence."""
+    """Return an engine in which a fetch waits, because two launched steps still write its blocks."""
     engine = Engine(blocks=3, max_context=12, running=2)
     engine.add(5, prompt=9, max_tokens=3)
     engine.launch()

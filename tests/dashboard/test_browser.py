@@ -1,7 +1,7 @@
 """The dashboard in a real browser, with a real server and a real fleet.
 
-Needs Chromium (Debian: `apt-get install chromium`); $CHROMIUM names another executable. Screenshots are kept in pytest's
-temporary folder of the test (`--basetemp`).
+Needs Chromium (Debian: `apt-get install chromium`); $CHROMIUM names another executable. Screenshots are kept in
+pytest's temporary folder of the test (`--basetemp`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OpenPage:
 
 @pytest.fixture
 def look(browser) -> Iterator[object]:
-    """Opens pages, and checks at the end of the test that none had errors."""
+    """Yield a function that opens pages; at the end of the test, check that no page had errors."""
     opened: list[OpenPage] = []
 
     def open_page(url: str, **options) -> OpenPage:

@@ -74,7 +74,7 @@ def test_the_page_is_not_part_of_the_openapi_document(url):
 
 def test_the_feed_reports_engines_requests_and_rates(server):
     def is_complete(frame: dict[str, Any]) -> bool:
-        """On a busy machine an engine may have generated nothing for a second; skip such frames."""
+        """Whether a frame has all numbers. On a busy machine, an engine may have generated nothing for a second."""
         return frame["cards"][0]["state"] == "running" and frame["now"] is not None and frame["now"][1] > 10
 
     with streaming(server.url, "seen-1", "seen-2"), frames(server.url) as coming:

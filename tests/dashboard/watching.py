@@ -33,7 +33,7 @@ def first_frame(url: str, key: str | None = None) -> dict[str, Any]:
 def streaming(
     url: str, *ids: str, key: str | None = None, tokens: int = 30_000, prompt: str = "Tell of it"
 ) -> Iterator[None]:
-    """Long answers with these ids, all of them started; their clients disconnect at the end of the block."""
+    """Start long answers with these ids, and yield when all have begun; on exit their clients disconnect."""
     leave = threading.Event()
     begun = [threading.Event() for _ in ids]
 

@@ -1,7 +1,7 @@
-"""A model whose logits are a hash of the KV it reads, and sampling spelled out one row at a time.
+"""A model whose logits are a hash of the KV that it reads, and a simple sampler that works on one row at a time.
 
 `HashModel` writes token ids into the cache and reads them back through slots and tables, so a wrong token, position,
-slot or table is a wrong hash. `expected_tokens` never sees a cache, a row or a batch: it works on lists.
+slot or table gives a wrong hash. `expected_tokens` uses no cache, rows or batches, but only lists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hash_of(tokens: list[int], weight: int = 1) -> int:
 
 
 def logits_of(hashes: torch.Tensor) -> torch.Tensor:
-    """Logits [R, VOCAB] between -3 and 3, scattered; integer arithmetic, so the same in every batch."""
+    """Return logits [R, VOCAB] between -3 and 3. Integer arithmetic makes them the same in every batch."""
     ids = torch.arange(1, VOCAB + 1)
     return ((hashes.view(-1, 1) * ids * 7919 + ids * ids * 104_729) % PRIME).float() * (6 / PRIME) - 3
 
@@ -70,13 +70,13 @@ def hash_runner(
 
 
 def step_plan(step: int, slices: list[tuple[int, int, int, bool]], **more: object) -> StepPlan:
-    """A plan of (row, start, count, samples) slices."""
+    """Return a plan of (row, start, count, samples) slices."""
     rows, starts, counts, samples = (list(column) for column in zip(*slices, strict=True)) if slices else ([],) * 4
     return StepPlan(step, 0, rows, starts, counts, samples, **more)  # type: ignore[arg-type]
 
 
 class Text:
-    """A sequence as its owner sees it: enough of a scheduler to make plans for one row."""
+    """A sequence, with the part of a scheduler that makes plans for its row."""
 
     def __init__(
         self, row: int, prompt: list[int], sampling: SamplingParams, *, blocks: list[int], block_size: int = 4
@@ -95,7 +95,7 @@ class Text:
         return self.row, self.computed - count, count, samples
 
     def grown(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Blocks that the tokens computed so far need and the device does not know."""
+        """Return the blocks that the tokens computed so far need, but that were not sent to the device yet."""
         need = -(-self.computed // self.block_size)
         new = tuple(self.blocks[self.shown : need])
         self.shown = max(self.shown, need)
@@ -111,7 +111,7 @@ def expected_tokens(prompt: list[int], sampling: SamplingParams, count: int) -> 
 
 
 def brute_force(logits: np.ndarray, tokens: list[int], prompt_len: int, sampling: SamplingParams) -> int:
-    """The token after `tokens`, by the book: one loop per rule."""
+    """Return the token after `tokens`, computed in the simplest way: one loop per sampling rule."""
     adjusted = adjust(logits, tokens, prompt_len, sampling)
     if sampling.temperature == 0:
         return int(np.argmax(adjusted))

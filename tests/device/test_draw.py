@@ -35,7 +35,7 @@ CHOICES = {
 ADJUSTED = {
     "bias": {"logit_bias": {3: 4.0, 7: -50.0, 99_999: 100.0}},
     "greedy bias": {"temperature": 0.0, "logit_bias": {11: 30.0}},
-    # Stop tokens so likely that only a ban keeps them from coming.
+    # Stop tokens are so likely that only `min_tokens` keeps them from being drawn.
     "min tokens": {"logit_bias": {EOS: 20.0, 5: 20.0}, "min_tokens": 9, "stop_token_ids": (5, 6, 99_999)},
     "min tokens reached": {"logit_bias": {EOS: 20.0, 5: 20.0}, "min_tokens": 8, "stop_token_ids": (5, 6)},
     "min tokens without eos": {
@@ -82,7 +82,7 @@ def random_text(seed: int, length: int, vocab: int) -> list[int]:
 
 @pytest.fixture(params=["torch", "kernels"])
 def drawing(request: pytest.FixtureRequest) -> Draw:
-    """Both ways to draw; the second is only there if this machine compiles it."""
+    """Each of the two implementations of drawing; the second exists only if this machine can compile it."""
     if request.param == "torch":
         return draw
     kernels = load_kernels()
@@ -143,7 +143,7 @@ def test_kernels_draw_what_torch_draws(name: str, drawing: Draw):
 
 
 def test_a_long_tail_of_tiny_probabilities_counts_towards_top_p(drawing: Draw):
-    # The tail has 0.4 % of the mass, a four-millionth of the head's per token; 99.8 % cannot be had without it.
+    # The tail has 0.4 % of the mass, so 99.8 % cannot be reached without some of its tokens.
     logits = torch.full((1, 2**14), -22 * math.log(2.0))
     logits[0, 0] = 0.0
     draws = 1000

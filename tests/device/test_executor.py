@@ -25,7 +25,7 @@ SAMPLED = SamplingParams(seed=11)
 
 @pytest.fixture(autouse=True, params=[LocalExecutor, PipelinedExecutor])
 def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of executor behave the same."""
+    """Run every test with both kinds of executor, which behave the same."""
     monkeypatch.setattr("tests.device.test_executor.LocalExecutor", request.param)
 
 
@@ -167,7 +167,7 @@ def test_close_abandons_a_stuck_step_at_its_deadline(caplog: pytest.LogCaptureFi
 
 
 class Weights:
-    """A source of one weight that may fail half way."""
+    """A weight source with one tensor, which may fail halfway."""
 
     def __init__(self, value: int, *, shape: int = 1, breaks: bool = False) -> None:
         self.tensor, self.breaks = torch.full((shape,), float(value)), breaks

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, where a graph is simulated by doing the step again: needs Triton's interpreter, no GPU."""
+"""Decode steps as graphs. A graph is simulated by running the step again, in Triton's interpreter, without a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 def do_again(step):
-    """Stands in for a CUDA graph: runs the step again."""
+    """Replace a CUDA graph: replaying it runs the step again."""
     result = step().clone()
     return lambda: result.copy_(step()), result
 
@@ -60,7 +60,7 @@ def open_runner(folder, graphed):
 
 
 def generate(runner, steps):
-    """Tokens of all rows, step by step: prompts that end just before, at and after the end of a block."""
+    """Return the tokens of all rows, step by step, for prompts that end before, at and after the end of a block."""
     texts = [
         Text(row, list(range(row, row + 14 + row)), params, blocks=list(range(4 * row, 4 * row + 4)), block_size=16)
         for row, params in enumerate(PARAMS)
@@ -86,7 +86,7 @@ def generate(runner, steps):
     return found
 
 
-# Where a step is padded, the model computes with whatever was in memory.
+# For padding, the model computes with arbitrary data from memory.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_graphs_give_the_tokens_of_steps_without_graphs(folder):
     graphed = open_runner(folder, graphed=True)

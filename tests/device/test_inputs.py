@@ -1,4 +1,4 @@
-"""From plans to batches: every tensor against the plain meaning of the plan."""
+"""From plans to batches: every tensor is compared with values computed from the plan in a simple way."""
 
 from __future__ import annotations
 

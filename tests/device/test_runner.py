@@ -1,4 +1,4 @@
-"""Whole steps on a model that hashes what it reads, against generation spelled out on plain lists."""
+"""Whole steps with a model that hashes the KV it reads, compared with a simple generator that works on lists."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def raw_logprobs(tokens: list[int]) -> torch.Tensor:
 
 
 def assert_scores(scores: Logprobs, tokens: list[int], token: int, top: int) -> None:
-    """`scores` is the model's own distribution for `token` after `tokens`."""
+    """Check that `scores` is the model's own distribution for `token` after `tokens`."""
     raw = raw_logprobs(tokens)
     assert scores.token == pytest.approx(float(raw[token]), abs=1e-5)
     best = sorted(range(len(raw)), key=lambda i: (-float(raw[i]), i))[:top]

@@ -1,4 +1,4 @@
-"""Loading: what is refused before a byte is written, and how little memory it takes."""
+"""Loading weights: invalid weights are refused before a byte is written, and loading takes little memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tensors_of(folder):
 
 
 def refusal(model, source):
-    """The error with which `source` is refused; checks that nothing was written."""
+    """Return the error with which `source` is refused; check that nothing was written."""
     before = model.norm.weight.clone(), model.unembedding.matrix.data.clone()
     with pytest.raises(BrokenCheckpoint) as refused:
         load_weights(model, source)

@@ -15,7 +15,7 @@ INFO = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "none", "none")
 
 
 def test_a_message_that_arrives_during_a_send_is_received(tmp_path: Path):
-    """ZeroMQ signals an arrival once, and a send consumes the signal: the receiver must check again itself."""
+    """ZeroMQ signals an arrival only once, and a send may consume the signal, so the receiver must check again."""
 
     async def main() -> None:
         address = f"ipc://{tmp_path}/engine.sock"

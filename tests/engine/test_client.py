@@ -27,7 +27,7 @@ INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
 
 
 class Stage:
-    """A loop over the fake device in one thread, its channel in another, and the messages the channel received."""
+    """A loop with the fake device in one thread, its channel in another, and the messages that the channel got."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.harness = Harness(**options)  # type: ignore[arg-type]

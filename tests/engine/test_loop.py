@@ -28,7 +28,7 @@ VOCAB_SIZE = 1000
 
 
 class Harness:
-    """A loop over the fake device, and all messages that its clients received."""
+    """A loop with the fake device, and all messages that its clients received."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ def test_a_ticket_without_a_transport_is_a_local_prefill():
 
 
 class RecordingTransport(NoTransport):
-    """Does nothing but record its calls."""
+    """A transport that only records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
 
 
 class DyingEngine:
-    """Ends its n-th stream with an engine failure after `token_counts[n]` tokens."""
+    """An engine that fails during its n-th stream, after `token_counts[n]` tokens."""
 
     open_streams = 0
     lost = None
@@ -95,7 +95,7 @@ def test_engine_info_is_known_while_no_engine_is_connected():
 
 
 class LateEngine:
-    """Carries out an update, but answers only after the caller has given up."""
+    """An engine that carries out an update, but answers only after the caller's timeout."""
 
     open_streams = 0
     lost = None

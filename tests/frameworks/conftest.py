@@ -41,7 +41,7 @@ def new(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(old: Path) -> Iterator[LiveServer]:
-    """A server of this file alone, so that a framework may pause it and change its weights."""
+    """A server for the tests of one file, so that a framework may pause it and change its weights."""
     with live_server(old, device="cpu", kv_blocks=512, max_running=8) as server:
         yield server
 
@@ -85,7 +85,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 @pytest.fixture(autouse=True)
 def clean(server: LiveServer) -> Iterator[None]:
-    """Afterwards the server is awake, runs and is idle, whatever the test did."""
+    """After each test, wake and resume the server, and wait until it is idle."""
     yield
     server.post("/v1/wakeup", None)
     server.post("/v1/resume", None)
@@ -96,7 +96,7 @@ def clean(server: LiveServer) -> Iterator[None]:
 def held_request(
     server: LiveServer, target: Target, path: str, body: dict[str, Any]
 ) -> Iterator[Future[httpx.Response]]:
-    """A long request that has begun and cannot end by itself, because its engine is frozen; its answer."""
+    """Start a long request that cannot end by itself, because its engine is frozen; yields its answer."""
     with ThreadPoolExecutor(1) as threads:
         for _ in range(20):
             answer = threads.submit(target.post, path, body)

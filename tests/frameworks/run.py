@@ -32,7 +32,7 @@ Result = Literal["passed", "FAILED", "not runnable here"]
 
 @dataclass(frozen=True)
 class Framework:
-    """What is installed from the package index, and whether its environment also sees Headgate and its packages."""
+    """The packages of a framework, and whether its environment also contains Headgate and its packages."""
 
     name: str
     packages: tuple[str, ...]
@@ -74,7 +74,7 @@ def tried(framework: Framework) -> Result:
 
 @contextmanager
 def two_servers(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Two servers of one model; the folder of the model and the addresses."""
+    """Start two servers of one model; yields the folder of the model and the servers' addresses."""
     model = tiny_model(folder / "model", max_position_embeddings=CONTEXT)
     serve = ("serve", str(model), "--served-name", MODEL, "--port", "0", "--device", "cpu", "--kv-blocks", "4096")
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def two_servers(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def outcome(command: list[str], log: Path) -> Result:
-    """The checks print their lines here; what frameworks log is shown after a failure."""
+    """Run the checks, which print their lines; the framework's log is shown only after a failure."""
     with log.open("w") as output:
         try:
             status = subprocess.run(command, cwd=ROOT, stderr=output, timeout=DEADLINE_S).returncode

@@ -23,14 +23,14 @@ def held(server: LiveServer, target: Target) -> Iterator[Future[httpx.Response]]
 
 @pytest.fixture(autouse=True)
 def resumed(target: Target) -> Iterator[None]:
-    """A pause through the router is ended there, too."""
+    """After each test, resume through the router as well, because it keeps a pause that was made through it."""
     yield
     target.post("/v1/wakeup")
     target.post("/v1/resume")
 
 
 def succeeded(response: httpx.Response) -> Any:
-    """FastDeploy's clients check these two."""
+    """Check the HTTP status and the field `status`, as FastDeploy's clients do, and return the result."""
     assert response.status_code == 200 and response.json()["status"] == "success", response.text
     return response.json()["result"]
 

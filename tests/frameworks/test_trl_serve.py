@@ -47,7 +47,7 @@ SEQUENCES = {
 
 
 def completed(target: Target, prompt: Any, **more: Any) -> dict[str, Any]:
-    """The same answers from the completions API."""
+    """Return the same answers from the completions API."""
     body = {"prompt": prompt, "max_tokens": 5, "return_token_ids": True, "ignore_eos": True, "n": 2, "seed": 3}
     answer = target.post("/v1/completions", body | more)
     assert answer.status_code == 200, answer.text

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 MANY = 200  # factor of inputs in the slow test
-LONGEST_S = 20.0  # of CPU time for one input on a slow machine; unbounded work takes far longer
+LONGEST_S = 20.0  # most CPU time for one input on a slow machine; unbounded work takes far longer
 
 
 @dataclass
@@ -38,7 +38,7 @@ PROPERTIES: list[Property] = []
 
 
 def fuzzed(inputs: st.SearchStrategy[Any], *, few: int) -> Callable[[Callable[[Any], object]], Callable[..., None]]:
-    """Make tests of a function that must not raise for any input."""
+    """Turn a function that must not raise for any input into tests."""
 
     def declare(check: Callable[[Any], object]) -> Callable[..., None]:
         PROPERTIES.append(tried := Property(check.__name__, check, inputs, few))

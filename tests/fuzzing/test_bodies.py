@@ -182,7 +182,7 @@ def test_almost_valid_json_is_refused_with_a_reason(path: str):
 
 
 def test_the_undamaged_bodies_are_valid():
-    """Otherwise only the first check would be tested."""
+    """If the undamaged bodies were invalid, only the first check would ever be tested."""
     for path, body in BODIES.items():
         if path != "/v1/abort_requests":
             status, answer = post(path, json.dumps(body).encode())

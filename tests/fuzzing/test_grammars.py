@@ -184,7 +184,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hostile_schemas_take_bounded_time_and_memory_and_do_not_end_the_process() -> None:
-    """In a separate process, and in a thread, whose stack is as large as in a server."""
+    """The schemas are compiled in a separate process, in a thread whose stack is as large as in a server."""
     program = """
         import resource, threading, time
         from tests.fuzzing.test_grammars import HOSTILE, refused

@@ -28,7 +28,7 @@ Seen = tuple[str, bytes, tuple[tuple[bytes, bytes], ...], bytes]
 
 
 class Pipe:
-    """A transport that records what is written."""
+    """A transport that records the bytes written to it."""
 
     def __init__(self) -> None:
         self.written = b""
@@ -248,7 +248,7 @@ def bodies_by_h11(data: bytes) -> list[bytes]:
 
 
 def test_a_trailer_is_not_treated_as_a_header():
-    """Otherwise it would bypass a proxy that filters headers."""
+    """If it were, it would bypass a proxy that filters headers."""
     chunked = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + BODIES[7]
     ((_, _, headers, body),), _ = talk([chunked])
     assert (headers, body) == (((b"transfer-encoding", b"chunked"),), b"abc")

@@ -116,7 +116,7 @@ def test_the_client_gets_one_complete_answer_whatever_a_worker_sends(drawn: tupl
 
 
 class logged(logging.Handler):  # noqa: N801 (used as a verb)
-    """Records what is logged as an internal error."""
+    """A log handler that records internal errors."""
 
     def __init__(self, into: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -143,7 +143,7 @@ def test_a_journal_is_parsed_or_rejected(body: bytes) -> None:
 
 
 def test_an_unstreamed_answer_that_ends_like_a_stream_is_not_treated_as_one():
-    """Regression: the router took its [DONE] for the end of a stream and wrote to a client that had no head yet."""
+    """Regression: the router took [DONE] for the end of a stream, and wrote to the client before the head."""
 
     async def main() -> None:
         async with RawWorker() as worker, routing(worker, **SETTINGS) as (_, url):

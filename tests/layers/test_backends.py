@@ -1,4 +1,4 @@
-"""Each operation of each backend against a formula written out here, and the cache from one backend to another."""
+"""Each operation of each backend is compared with a formula, and cache blocks are copied between backends."""
 
 from __future__ import annotations
 

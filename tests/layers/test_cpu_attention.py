@@ -169,7 +169,7 @@ class Scene:
     scale: float
 
     def reference(self, s: int, window: int = 0, first: int = 0) -> torch.Tensor:
-        """In float64, for the positions from `first` on."""
+        """Return the expected attention in float64, for the positions from `first` on."""
         q, keys, values = self.q[s][first:].double(), self.keys[s].double(), self.values[s].double()
         share = q.size(1) // keys.size(1)
         keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
@@ -198,7 +198,7 @@ def scene(
 
 
 def attend(k: Kernels, on: Scene, slices: list[tuple[int, int, int]], window: int = 0) -> list[torch.Tensor]:
-    """One call for slices (sequence, first, last position); what each slice gives."""
+    """Compute slices (sequence, first, last position) in one call; returns the result of each slice."""
     q = torch.cat([on.q[s][first:last] for s, first, last in slices])
     lengths = torch.tensor([0] + [last - first for _, first, last in slices])
     contexts = torch.tensor([last for _, _, last in slices], dtype=torch.int32)

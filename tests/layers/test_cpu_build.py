@@ -1,4 +1,4 @@
-"""Building and loading the CPU kernels: what is missing is a reason, not an exception."""
+"""Building and loading the CPU kernels: if something is missing, the result is a reason, not an exception."""
 
 from pathlib import Path
 

@@ -48,7 +48,7 @@ def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_close(actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Within rounding of the output dtype, plus what float32 sums may lose of the addends' magnitude."""
+    """Check that errors are at most the rounding of the output dtype, plus the error of sums in float32."""
     allowed = exact.abs() * torch.finfo(actual.dtype).eps + magnitude * 1e-6 + 1e-30
     assert ((actual.double() - exact).abs() <= allowed).all()
 

@@ -19,7 +19,7 @@ def k(request: pytest.FixtureRequest) -> Kernels:
 
 
 def gumbel(key: int, vocab: int) -> torch.Tensor:
-    """In float64 and Python's integers: slow and plain."""
+    """Return the Gumbel noise, computed in a slow and simple way with float64 and Python's integers."""
     mask = 0xFFFFFFFF
     x = ((torch.arange(vocab) * 0x9E3779B9 + (key & mask)) & mask) ^ ((key >> 32) & mask)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
@@ -29,7 +29,7 @@ def gumbel(key: int, vocab: int) -> torch.Tensor:
 
 
 def kept(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Which entries may be drawn, in float64."""
+    """Return which entries may be drawn, computed in float64."""
     order = scaled.sort(descending=True).values
     keep = torch.ones_like(scaled, dtype=torch.bool)
     if 0 < top_k < len(scaled):
@@ -93,7 +93,7 @@ EXTREMES = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-40, 0.0, 1.0]
 
 @pytest.mark.parametrize("vocab", [*range(1, 36), 255])
 def test_a_token_of_the_vocabulary_is_drawn_for_any_logits(k, vocab):
-    """Every remainder of a vector; `make sanitize` sees whether anything beside the rows is read."""
+    """Vocabularies have every remainder of a vector's size. `make sanitize` detects reads beyond the rows."""
     filters = [*FILTERS, (vocab, 1.0, 0.0), (vocab - 1, 0.5, 1.0), (2, 1e-9, 0.0), (0, 0.0, 0.0)]
     chosen = torch.randint(len(EXTREMES), (len(filters) * 3, vocab), generator=torch.Generator().manual_seed(vocab))
     logits = torch.tensor(EXTREMES)[chosen]

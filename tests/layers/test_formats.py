@@ -1,4 +1,4 @@
-"""Weights and their formats: what eight bits keep, what a part of a weight is, and what each matrix can be filled with."""
+"""Weights and their formats: rounding to eight bits, parts of weights, and the formats that each matrix accepts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Each Triton kernel against the reference backend: on a GPU, and on small shapes in Triton's interpreter.
 
-The cache is scattered, table entries past a sequence's end point nowhere, and memory that a
-kernel must write is poisoned first.
+Blocks are scattered over the cache, table entries past a sequence's end are invalid, and memory that a kernel must
+write is filled with NaN first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def device(request):
 
 @pytest.fixture
 def dtypes(device):
-    """Torch's CPU cannot hold what the interpreter makes of the others."""
+    """Return the dtypes to test; the interpreter on a CPU does not support the others."""
     return [torch.float32] if device.type == "cpu" else [torch.bfloat16, torch.float16, torch.float32]
 
 

@@ -112,7 +112,7 @@ def test_every_id_that_ends_a_turn_is_an_eos(path: Path) -> None:
 
 
 def llama3_factors(theta: float, factor: float) -> np.ndarray:
-    """As llama.cpp's converter computes them."""
+    """Return the factors as llama.cpp's converter computes them."""
     factors = []
     for i in range(0, HEAD_DIM, 2):
         wavelength = 2 * math.pi * theta ** (i / HEAD_DIM)

@@ -23,7 +23,7 @@ def load(folder, **options) -> Network:
 
 
 class Pages:
-    """`step({"a": tokens})` computes the next tokens of sequence "a" and gives their logits."""
+    """Sequences in a paged cache. `step({"a": tokens})` computes the next tokens of "a" and returns their logits."""
 
     def __init__(self, model: Network, num_blocks: int = 64, seed: int = 0) -> None:
         self.model = model
@@ -74,7 +74,7 @@ class Pages:
 
 
 def chunked(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:
-    """Chunks of `sizes`, and the rest."""
+    """Return chunks of `sizes`, and the rest."""
     chunks, start = [], 0
     for size in (*sizes, len(tokens)):
         chunks.append(tokens[start : start + size])

@@ -19,7 +19,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(params=BACKENDS)
 def model(request, folder):
-    """The kernels run on two threads, which is how sums come to depend on their surroundings; torch would take minutes."""
+    """A model on the CPU kernels, with two threads, because sums could then depend on other rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(2 if request.param == "cpu" else 1)
     yield load(folder, backend=request.param, dtype=torch.bfloat16, deterministic=True)

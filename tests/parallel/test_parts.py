@@ -23,7 +23,7 @@ KINDS = {
 
 
 def logits_of(folder, backend: str, ranks=ALONE) -> torch.Tensor:
-    """Of two sequences in chunks, one of which starts with blocks of the other."""
+    """Return the logits of two sequences in chunks, one of which starts with blocks of the other."""
     torch.set_num_threads(1)
     pages = Pages(load(folder, backend=backend, ranks=ranks))
     steps = [pages.step({"a": prompt(40)})["a"]]
@@ -45,7 +45,7 @@ def test_two_ranks_give_the_logits_of_one_and_both_the_same(tmp_path, kind, back
 
 
 def test_four_ranks_sum_in_their_order_whatever_else_is_in_the_batch(tmp_path):
-    """Bit for bit: a row's sum must not depend on its position in a tensor."""
+    """The sums are equal bit for bit: a row's sum must not depend on its position in a tensor."""
     rows = torch.randn(4, 33, 96, generator=torch.Generator().manual_seed(0))
     expected = ((rows[0] + rows[1]) + rows[2]) + rows[3]
 

@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The followers of an engine."""
+    """Return the pids of an engine's other ranks."""
     lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     return [
         int(child) for each in lists for child in each.split() if "tensor_parallel.follower" in command_of(int(child))
@@ -53,7 +53,7 @@ def command_of(pid: int) -> str:
 
 
 def alive(pid: int) -> bool:
-    """A process that has ended and was not yet waited for has no command line."""
+    """Whether a process runs. One that has ended and was not yet waited for has no command line."""
     return command_of(pid) != ""
 
 

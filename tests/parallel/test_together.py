@@ -137,7 +137,7 @@ def test_25_files_that_one_rank_cannot_read_change_none(folder, other, undisturb
 
 
 def forget_on_rank_1(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """As if the files were not on the machine of rank 1."""
+    """Hide the files from rank 1, as if its machine did not have them."""
     opened = AgreedWeights._files
 
     def files(self):
@@ -206,7 +206,7 @@ def test_frozen_answers_continue_after_all_ranks_have_slept(folder, undisturbed)
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])
 def test_a_rank_that_cannot_wake_keeps_all_asleep(folder, undisturbed, tag, monkeypatch):
-    """They can be woken later, when there is memory again."""
+    """The ranks can be woken later, when there is memory again."""
     with driving(folder, tensor_parallel=2) as driver:
         frozen(driver).call(Sleep((tag,)))
         with monkeypatch.context() as crowded:
@@ -221,7 +221,7 @@ def test_a_rank_that_cannot_wake_keeps_all_asleep(folder, undisturbed, tag, monk
 
 
 def crowd_rank_1(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-    """No memory is left, on the device threads of all ranks except the first."""
+    """Make allocations fail on the device threads of all ranks except the first."""
     free, first = sleep_module.free_bytes, driver.engine.executor._thread
 
     def crowded(device):

@@ -39,7 +39,7 @@ class ThreadInbox:
 
 
 class ThreadFollowers:
-    """Like `Followers`."""
+    """Replaces `Followers`: the other ranks are threads."""
 
     def __init__(self, starts: list[FollowerStart]) -> None:
         self.inboxes = [ThreadInbox() for _ in starts]

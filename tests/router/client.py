@@ -68,7 +68,7 @@ class Wire:
         )
 
     async def response(self) -> Response:
-        """The next response; not complete if the connection closed before its end."""
+        """Return the next response; it is incomplete if the connection closed before its end."""
         while len(self._responses) <= self._taken or not self._responses[self._taken].complete:
             if not await self._more():
                 break
@@ -78,7 +78,7 @@ class Wire:
         return self._responses[self._taken - 1]
 
     async def some(self, size: int) -> Response:
-        """The response once at least `size` bytes of its body have arrived."""
+        """Return the response once at least `size` bytes of its body have arrived."""
         while self._size < size and await self._more():
             pass
         return self._responses[-1]
@@ -139,7 +139,7 @@ class Wrong(AssertionError):
 
 
 def check(body: dict[str, Any], response: Response, path: str = CHAT) -> str | None:
-    """None if the answer is exactly that of an undisturbed worker; its error code if it is one clear error."""
+    """Return None if the answer is exactly that of an undisturbed worker, or the code if it is one clear error."""
     if not response.complete:
         raise Wrong(f"the answer is not complete: {response}")
     if body.get("stream") and response.status == 200:
@@ -205,7 +205,7 @@ def _same(*pairs: Any) -> None:
 
 
 def quick(**settings: Any) -> RouteConfig:
-    """Timeouts that tolerate a machine that stalls for seconds. Tests of a timeout set their own."""
+    """Return a config whose timeouts tolerate a machine that stalls for seconds. Tests of a timeout set their own."""
     defaults = {
         "probe_interval_s": 0.1,
         "probe_timeout_s": 30.0,
@@ -223,9 +223,9 @@ def quick(**settings: Any) -> RouteConfig:
 async def routing(
     *mocks: Mock, send_bytes: int | None = None, fast_path: FastPath | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Router, str]]:
-    """A router in front of these workers, all ready. Everything that it has taken must be released in the end.
+    """Run a router in front of these workers, and yield when all are ready; on exit it must have released everything.
 
-    `send_bytes`: kernel buffer for a client that does not read. `fast_path`: by default the compiled one.
+    `send_bytes` is the size of the kernel's send buffer per client. The default `fast_path` is the compiled one.
     """
     config = quick(workers=tuple(WorkerAddress(url=mock.url, role="mixed", key=None) for mock in mocks), **settings)
     router = Router(config, seed=1, fast_path=fast_path or compiled_fast_path())

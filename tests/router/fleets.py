@@ -1,4 +1,4 @@
-"""Routers for tests: a real router in a thread, in front of real servers or of fakes that only have states."""
+"""Routers for tests: a real router in a thread, in front of real servers or of fake workers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LiveRouter:
 
 @contextmanager
 def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator[LiveRouter]:
-    """A router in front of these workers, once `ready` of them (by default all) are ready."""
+    """Run a router in front of these workers, and yield when `ready` of them (by default all) are ready."""
     known, stop, made = threading.Event(), [], []
     failed: list[BaseException] = []
     workers = tuple(WorkerAddress(**dict(zip(("url", "role"), url.split("="), strict=False))) for url in urls)
@@ -127,7 +127,7 @@ def live_router(*urls: str, ready: int | None = None, **config: Any) -> Iterator
 
 @dataclass(eq=False)
 class FakeWorker:
-    """Identifies as a headgate worker and follows every control call, or hangs, or refuses."""
+    """A fake Headgate worker that answers every control call, or hangs, or refuses."""
 
     state: str = "running"
     version: int = 0

@@ -1,6 +1,7 @@
 """Fake servers of other systems: answers in the formats of vLLM, SGLang and a generic OpenAI server.
 
-Each has a bounded prefix cache and reports its hits as its kind does. It records the requests that it receives.
+Each has a bounded prefix cache and reports its hits as the real system does. It records the requests that it
+receives.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Foreign:
             raise ConnectionError
 
     def _look_up(self, prompt: bytes) -> int:
-        """The cached bytes of a prompt, which is cached afterwards; the least recently used blocks are evicted."""
+        """Return how many bytes of a prompt are cached, then cache it, evicting the least recently used blocks."""
         keys = [hash(prompt[: end + BLOCK]) for end in range(0, len(prompt) - BLOCK, BLOCK)]
         known = next((i for i, key in enumerate(keys) if key not in self._cache), len(keys))
         for key in reversed(keys):

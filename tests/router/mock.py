@@ -1,7 +1,7 @@
-"""A scripted worker in this process: it writes the journal like a headgate server, and fails as a test demands.
+"""A scripted worker in this process, which writes the journal like a Headgate server and fails as a test demands.
 
-Its tokens are a pure function of prompt, seed, choice and position, so every worker must continue an answer alike,
-and a resume request is checked against that. `Mock(plain=True)` is a foreign server without a journal.
+Its tokens are a pure function of prompt, seed, choice and position, so every worker must continue an answer in the
+same way, and each resume request is checked for this. `Mock(plain=True)` is a foreign server without a journal.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def prompt_of(body: dict[str, Any]) -> str:
 
 
 def tokens_of(body: dict[str, Any], choice: int) -> list[int]:
-    """The whole answer of one choice."""
+    """Return the whole answer of one choice."""
     key = prompt_of(body), body.get("seed"), choice
     return [number(*key, position) % 50_000 for position in range(body.get("max_tokens", 8))]
 
@@ -126,7 +126,7 @@ def text_of(body: dict[str, Any], choice: int = 0) -> str:
 
 
 def holds(token: int) -> bool:
-    """Whether its text comes only with the next token's, as that of a partial stop string does."""
+    """Whether the text of this token is sent only with the next token, like the text of a partial stop string."""
     return token % 7 == 3
 
 
@@ -350,7 +350,7 @@ class Mock:
         return {"request_id": "x", "status": "success", "result": result | {"engines": []} | more}
 
     def kill(self) -> None:
-        """Like kill -9: the port refuses connections, and every open one is reset."""
+        """Act like a process after kill -9: refuse connections, and reset every open one."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -609,7 +609,7 @@ class Connection(asyncio.Protocol):
 
 
 def faults(rng: random.Random, share: float, *, plain: bool = False) -> Callable[[Asked], Fault]:
-    """A script in which this share of requests fails, each in a random way."""
+    """Return a script in which this share of requests fails, each in a random way."""
     late = ["after_head", "cut", "cut_reset", "bad_chunk", "bad_sse", "early_end"]
     early = ["close", "reset", "bad_http", "status", "long_length", "slow", "late_close"]
     # Nothing in a foreign stream shows that it ended early.

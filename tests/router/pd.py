@@ -1,8 +1,8 @@
-"""A prefill server and decode servers, each a process, behind a real router, with tappable lines between them.
+"""A prefill server and decode servers, each a process, behind a real router, with a proxy for each connection.
 
-The router reaches each server over a `Line`. KV also passes over a line: the one in front of the prefill server
-writes the address of another line into every ticket. A hook on a line sees bytes before they pass, so a test can act
-then.
+The router reaches each server through a proxy, called `Line`. KV also passes through a line: the line in front of the
+prefill server writes the address of another line into every ticket. A hook on a line sees bytes before they pass, so
+that a test can act at that moment.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Server(Process):
         return sum(v for key, v in page.items() if key.partition("{")[0] in names and all(w in key for w in wanted))
 
     def _page(self) -> dict[str, float] | None:
-        """Its metrics. An engine that does not answer at the moment has none, which is not zero."""
+        """Return the server's metrics; None if its engine does not answer, so that its numbers are unknown."""
         page = metric_values(httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text)
         return page if page['headgate:engine_up{engine="0"}'] else None
 
@@ -244,12 +244,12 @@ class PdFleet:
         self.router.wait_for(ready=len(self.servers))
 
     def _forgive(self) -> None:
-        """Reset the failure counts; otherwise a worker that fails in several cases stays down ever longer."""
+        """Reset the failure counts; otherwise a worker that fails in several cases would stay down ever longer."""
         for worker in self.router.router.fleet:
             worker.trips, worker.open_until_s = 0, 0.0
 
     def assert_home(self) -> None:
-        """Nothing is held at running servers or in the router."""
+        """Check that running servers and the router have released everything."""
         router = self.router.router
 
         def at_rest() -> bool:
@@ -268,12 +268,12 @@ class PdFleet:
         return ask(self.router.url, asked, salt, on_event)
 
     def alone(self, asked: Asked, salt: str = "alone") -> Any:
-        """The answer of one server that computes all of it."""
+        """Return the answer of a single server, which computes both prompt and answer."""
         return ask(self.d.url, asked, salt)
 
 
 def ask(url: str, asked: Asked, salt: str, on_event: Callable[[int], None] = ignored) -> Any:
-    """The content of the whole answer. `on_event` is called with the number of events so far."""
+    """Send a request and return the content of the answer. `on_event` is called with the number of events so far."""
     path, body = asked
     body = body | {"cache_salt": salt}
     with httpx.Client(base_url=url, timeout=90, trust_env=False) as http:
@@ -337,18 +337,18 @@ class Call:
 
     @property
     def lines(self) -> list[str]:
-        """Its decoded events."""
+        """Return the decoded events of the answer."""
         return [line[6:] for line in self.body.splitlines() if line.startswith("data: ")]
 
     def told(self) -> Any:
-        """The content of the whole answer."""
+        """Return the content of the whole answer."""
         self.wait()
         assert self._failed is None and self.status == 200, (self._failed, self._answer[-500:])
         return told_in_events(self.lines) if self._stream else told_whole(_without_call_ids(json.loads(self.body)))
 
 
 def _without_call_ids(answer: dict[str, Any]) -> dict[str, Any]:
-    """Ids of tool calls derive from the request's id, which differs between two runs."""
+    """Remove ids of tool calls, which derive from the request's id and so differ between two runs."""
     for choice in answer["choices"]:
         for call in (choice.get("message") or {}).get("tool_calls") or ():
             assert call.pop("id")
@@ -401,7 +401,7 @@ def words(rng: random.Random, length: int) -> str:
 
 
 def prompt_lengths(rng: random.Random) -> int:
-    """Around block boundaries and the threshold, and sometimes more than one step computes."""
+    """Draw a prompt length near a block boundary or the threshold, or more than one step computes."""
     near = rng.choice((0, -1, 1, 2, -2))
     match rng.randrange(8):
         case 0 | 1 | 2:
@@ -416,7 +416,7 @@ def prompt_lengths(rng: random.Random) -> int:
 
 
 def random_requests(seed: int, count: int) -> list[Asked]:
-    """Requests of every kind. A third of them share a prefix with another one."""
+    """Return requests of every kind. A third of them share a prefix with another one."""
     rng = random.Random(seed)
     prefixes = [words(rng, length) for length in (32 * 12, 32 * 20 + 5, 1500)]
     asked = []

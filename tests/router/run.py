@@ -11,7 +11,7 @@ import uvloop
 
 
 def run(main: Coroutine[Any, Any, None], timeout_s: float = 100.0) -> None:
-    """Fail if an exception was not retrieved, or if a task is left."""
+    """Run `main`; fail if an exception was not retrieved, or if a task is left."""
     unheard: list[dict[str, Any]] = []
 
     async def watched() -> None:

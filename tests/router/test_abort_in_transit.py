@@ -78,7 +78,7 @@ def test_a_worker_is_not_asked_again_about_requests_that_it_has_reported():
 
 @pytest.mark.parametrize("body", [{"abort_all": True}, {"tags": {"run": "7"}}, {"req_ids": ["way"]}])
 def test_21_61_an_abort_reaches_a_removed_worker_although_another_worker_is_silent(body: dict[str, Any]):
-    """Regression: it was asked after the others had answered, and a stopped worker left no time for that."""
+    """Regression: it was asked only after the others had answered, and a stopped worker used up all the time."""
     with (
         fake_worker(slow=COMPLETIONS) as fake,
         fake_worker(slow=ABORT) as silent,
@@ -237,7 +237,7 @@ def test_2_a_report_on_a_request_that_has_moved_to_another_worker_is_discarded(b
 
 
 def test_18_a_pause_that_aborts_gets_the_partial_answer_from_a_removed_worker():
-    """No pause reaches that worker, and only that worker has the text."""
+    """A pause of the fleet does not reach the removed worker, but only that worker has the text."""
     partial = {"choices": [{"index": 0, "text": "a part", "finish_reason": "abort", "cause": "pause"}]}
     with (
         fake_worker() as leaving,

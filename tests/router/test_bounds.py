@@ -1,4 +1,4 @@
-"""Bounds on what one client can hold of a router, in bytes and in time."""
+"""Bounds on the memory and the time of a router that one client can take."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def muted(url: str, **more: Any) -> Any:
 
 
 async def held_up(router: Router, id: str) -> Exchange:
-    """The request, once its client's buffers are full."""
+    """Return the request, once its client's buffers are full."""
     await until(lambda: any(each.id == id and each.full for each in router.live.values()))
     return next(each for each in router.live.values() if each.id == id)
 

@@ -63,7 +63,7 @@ def test_43_two_failed_workers_of_eight_are_named_within_the_timeout():
             fake.hangs = True  # it accepts connections and answers nothing, like a stopped process
 
         def two_named() -> dict[str, Any] | None:
-            """On a busy machine other workers may be late too; they answer when asked again."""
+            """Return the answer if it names two workers, else None: on a busy machine, other workers may be late."""
             began_s = time.monotonic()
             told = router.get("/v1/is_paused").json()["result"]["workers"]
             assert time.monotonic() - began_s < 30
@@ -336,7 +336,7 @@ def test_29_a_rolling_update_stops_at_the_first_worker_that_fails_and_names_it(f
 def roll_slowly(
     router: LiveRouter, fakes: list[FakeWorker], threads: ThreadPoolExecutor
 ) -> tuple[Future[httpx.Response], threading.Event]:
-    """A rolling update that waits for the event at its first worker."""
+    """Start a rolling update that waits for the event at its first worker."""
     asked, gate = threading.Event(), threading.Event()
     fakes[0].late["/v1/pause"] = lambda: (asked.set(), gate.wait(60))
     rolling = threads.submit(router.post, "/v1/update_weights", {"path": "/w", "strategy": "rolling"})
@@ -376,7 +376,7 @@ def test_29_a_rolling_update_through_real_workers_fails_no_request(router: LiveR
 
 
 def moved_by_a_roll(router: LiveRouter, weights: Path, tokens: int) -> bool:
-    """Whether requests moved and report it. Each is answered completely."""
+    """Return whether requests moved during a rolling update. Each must be answered completely."""
     fleet = Fleet(router.url)
     before = fleet.state().weight_version
     with ThreadPoolExecutor(8) as threads:

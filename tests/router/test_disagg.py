@@ -61,7 +61,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
 
 
 def unequal(fleet: PdFleet, seed: int, count: int) -> list[int]:
-    """The requests that two servers answer differently from one."""
+    """Return the requests that two servers answer differently from one."""
     asked = random_requests(seed, count)
     with ThreadPoolExecutor(6) as pool:
         wanted = list(pool.map(lambda i: fleet.alone(asked[i], f"alone {seed} {i}"), range(count)))
@@ -90,7 +90,7 @@ def test_36_prefill_and_decode_servers_answer_like_one_server_five_hundred_times
 
 
 def moved(fleet: PdFleet, asked: Asked, salt: str) -> float:
-    """The number of prompts fetched for this one request, whose answer is checked."""
+    """Send one request and check its answer; returns how many prompts were fetched for it."""
     before = fleet.d.metric("kv_transfers")
     assert fleet.ask(asked, salt) == fleet.alone(asked)
     return fleet.d.metric("kv_transfers") - before
@@ -238,7 +238,7 @@ class Trial:
     # -- what ---------------------------------------------------------------------
 
     def _act(self) -> None:
-        """Run in another thread, because it may take longer than the line is held, and may wait for the line."""
+        """Inject the fault, in another thread, because it may take long and may wait for the held line."""
         self.happened.set()
         thread = threading.Thread(target=self._fault, daemon=True)
         self._acting.append(thread)
@@ -336,7 +336,7 @@ def try_once(fleet: PdFleet, case: Case) -> None:
 
 
 def check_part(call: Call, right: Any, *, stream: bool) -> None:
-    """Whether the answer is a prefix of the correct one and ends with an error."""
+    """Check that the answer is a prefix of the correct one and ends with an error."""
     choice, whole = call.told()[0][0], right[0][0]
     assert choice["finish_reason"] == (["abort"] if stream else "abort"), choice
     # A partial character at the very end appears as a replacement character.
@@ -425,7 +425,7 @@ def test_when_no_engine_is_left_the_client_gets_the_partial_answer_and_one_error
 
 @pytest.mark.timeout(300)
 def test_49_a_retry_after_the_loss_of_the_decode_worker_is_answered_by_the_prefill_worker(fleet: PdFleet):
-    """The prefill worker must not take the key for that of the prompt that it computed under the same key."""
+    """The prefill worker computed the prompt under the same key, and must not take the retry for that request."""
     path, body = question(MIDDLE, 8, stream=False)
     body = body | {"cache_salt": "keyed"}
     try:
@@ -446,7 +446,7 @@ PROMPT, ANSWER = 300, 600
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
-    """Two decode servers that reschedule answers without room."""
+    """A fleet with two decode servers that return answers for rescheduling when they run out of KV blocks."""
     config: dict[str, Any] = {"decode_policy": "session", "preempt_retry_count": 1, "patience_s": 60.0}
     folder = tmp_path_factory.mktemp("narrow")
     with pd_fleet(folder, *PREFILLER, decoders=[SMALL, SMALL], layers=8, **config) as fleet:
@@ -455,7 +455,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
 
 @contextmanager
 def only(fleet: PdFleet, server: Server) -> Iterator[None]:
-    """A fleet without another decode server."""
+    """Remove all other decode servers from the fleet inside the context."""
     others = [d for d in fleet.decoders if d is not server]
     for other in others:
         other.post("/v1/pause", {"mode": "abort", "timeout": 10})
@@ -469,11 +469,10 @@ def only(fleet: PdFleet, server: Server) -> Iterator[None]:
 
 
 class Crowd:
-    """Sends `server` a request of higher priority beside the one under test, in `attempts` attempts, until KV runs
-    out.
+    """Makes `server` run out of KV in `attempts` attempts of the request under test, with a rival of higher priority.
 
-    The server is stopped until it has both, so that neither can finish before the other has begun. Probes wait for
-    that time: the router must not see the stop, which it might still believe when the answer comes back.
+    The server is stopped until it has both requests, so that neither can finish before the other has begun. Probes
+    wait for that time, so that the router does not notice the stop.
     """
 
     def __init__(self, server: Server, attempts: int) -> None:
@@ -527,7 +526,7 @@ class Crowd:
 
 
 def session_of(fleet: PdFleet, server: Server) -> str:
-    """A session that is placed on this server, whatever other servers there are."""
+    """Return a session that is placed on this server, whatever other servers there are."""
     workers = [worker for worker in fleet.router.router.fleet if worker.role == "decode"]
     ring = Ring(workers)
     names = (f"session {number}" for number in count())
@@ -560,7 +559,7 @@ def rescheduled(fleet: PdFleet) -> list[float]:
 
 
 def ask_crowded(fleet: PdFleet, asked: Asked, attempts: int) -> tuple[Call, int]:
-    """The answer when the first decode server has no room in this many attempts, and its attempts there."""
+    """Return the answer if the first decode server runs out of KV in this many attempts, and the attempts there."""
     id = f"crowded-{next(TIMES)}"
     path, body = asked
     crowd = Crowd(fleet.d, attempts)
@@ -634,7 +633,7 @@ def test_36_streams_of_a_decode_worker_that_shuts_down_resume_at_another(narrow:
 
 @contextmanager
 def exports(server: Server, number: int, length: int) -> Iterator[None]:
-    """Have this many prompts computed there without fetching them."""
+    """Let `server` compute and lease this many prompts, which are not fetched, inside the context."""
     with ExitStack() as stack:
         http = stack.enter_context(httpx.Client(base_url=server.url, timeout=60, trust_env=False))
         kept = []  # a garbage-collected generator closes its stream

@@ -21,14 +21,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PdFleet]:
 
 
 def listed(url: str) -> list[tuple[str, str]]:
-    """Ids and kinds of the requests in flight."""
+    """Return the ids and kinds of the requests in flight."""
     answer = httpx.get(f"{url}/v1/requests", timeout=60, trust_env=False).json()
     return [(each["request_id"], each["kind"]) for each in answer["data"]]
 
 
 @contextmanager
 def in_transfer(fleet: PdFleet, name: str) -> Iterator[list[str]]:
-    """Four requests, by id, whose KV transfer is held for the duration of the block."""
+    """Start four requests whose KV transfers are held inside the context; yields their ids."""
     arrived, ids = threading.Event(), [f"{name}-{letter}" for letter in "abcd"]
     fleet.kv.to_client = lambda data, _: (arrived.wait(CALL_S), data)[1]
     try:

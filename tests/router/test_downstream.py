@@ -1,4 +1,4 @@
-"""What clients may send, and how much, over real sockets with a handler that echoes."""
+"""Requests that are accepted and refused, over real sockets with a handler that echoes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.router.run import run
 
 
 class Later:
-    """Answers on demand."""
+    """An answering object that answers when the test calls it."""
 
     def __init__(self, client: Downstream, request: HttpRequest) -> None:
         self.client, self.request = client, request
@@ -69,7 +69,7 @@ def with_server(test: Test, *, later: bool = False, max_body_bytes: int = 1000, 
 
 
 def said(data: bytes, *, later: bool = False) -> tuple[list[HttpRequest], int, str]:
-    """What the handler received, the status of the first answer, and its code if it was a refusal."""
+    """Send bytes; returns what the handler received, the status of the first answer, and its error code."""
     result: list[Any] = []
 
     async def test(echo: Echo, connections: Connections, url: str) -> None:

@@ -365,7 +365,7 @@ WRITTEN = [LINES[0], LINES[1], LINES[4], ANSWER_LINE]
 
 
 def long_way(events: bytes) -> tuple[int, int, int, bytes] | None:
-    """What `Attempt` and `Journal` read in it; None if it is malformed or incomplete."""
+    """Return what `Attempt` and `Journal` read in the events; None if these are malformed or incomplete."""
     journal = Journal()
     journal.feed(events)
     answer = whole_answer(events)
@@ -443,7 +443,7 @@ def the_long_way(body: bytes) -> RequestInfo:
 
 
 def asked(native: FastPath, body: bytes) -> RequestInfo | None:
-    """The result of peeking at the body; None if that does not suffice."""
+    """Return the facts that `peek` reads from the body; None if it returns none."""
     return None if native.peek(body) is None else read_request_info(CHAT, body, tenant="t", peek=native.peek)
 
 
@@ -594,7 +594,7 @@ NAMES_OF_FUNCTIONS = frozenset(field.name for field in fields(FastPath))
 
 
 def noting(fast_path: FastPath, called: set[str]) -> FastPath:
-    """The same functions, each recording its name when it is called."""
+    """Return the same functions, each of which records its name when it is called."""
 
     def note(name: str) -> Callable[..., Any]:
         function = getattr(fast_path, name)

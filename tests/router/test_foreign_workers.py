@@ -1,4 +1,4 @@
-"""Foreign servers as workers: recognised, probed, used, and never taken for headgate workers."""
+"""Foreign servers as workers: recognised, probed, used, and never treated as Headgate workers."""
 
 from __future__ import annotations
 

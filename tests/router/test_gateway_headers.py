@@ -54,7 +54,7 @@ def post(target: LiveServer | LiveRouter, path: str, body: Any, **headers: str) 
 
 
 def reported(target: LiveServer | LiveRouter, path: str, body: Any, **headers: str) -> httpx.Response:
-    """An answer with a load report. An engine that does not answer in time is not in it, so it may take several calls."""
+    """Return an answer whose load report covers all engines. Late engines are missing, so it repeats the call."""
     return wait_until(lambda: REPORT in (response := post(target, path, body, **headers)).headers and response)
 
 
@@ -104,7 +104,7 @@ def test_a_replayed_answer_has_no_load_report(server):
 
 
 def test_heads_that_differ_in_every_answer_are_not_remembered():
-    """They would displace the heads by which the router recognises ordinary answers."""
+    """Such heads would displace those by which the router recognises most answers."""
     pool, headers = Pool("http://127.0.0.1:9", 1.0), [(b"transfer-encoding", b"chunked")]
     pool.remember(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", headers)
     assert len(pool.heads) == 1

@@ -18,7 +18,7 @@ ids = st.integers(0, 2**31)
 
 @st.composite
 def answers(draw: Any) -> bytes:
-    """A journalled answer of up to three choices, with everything that may occur between its lines."""
+    """Draw an answer with a journal and up to three choices, with everything that may occur between its lines."""
     chars = [0, 0, 0]
     out = b""
     for _ in range(draw(st.integers(0, 25))):
@@ -59,7 +59,7 @@ def test_36_any_cut_into_pieces_gives_the_same_resume_field(
 
 
 def by_index(resume: dict[str, Any]) -> dict[int, Any]:
-    """Spans of one version may be in several pieces."""
+    """Merge the version spans of each choice, because a span may be in several pieces."""
     told = {}
     for choice in resume["choices"]:
         versions = [version for version, count in choice.pop("versions") for _ in range(count)]

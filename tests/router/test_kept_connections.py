@@ -25,7 +25,7 @@ def test_a_connection_is_used_again_after_each_whole_answer():
 
 
 def test_41_the_connection_of_a_call_is_not_pooled():
-    """The caller closes it. A request that had taken it meanwhile would wait for an answer that never comes."""
+    """The caller closes its connection. A request that had taken it from the pool would never get an answer."""
     given: list[Upstream] = []
 
     class Watched(Pool):
@@ -76,7 +76,7 @@ def test_36_a_worker_marked_down_while_a_kept_connection_breaks_is_not_asked_wit
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_47_a_worker_that_still_has_the_request_of_a_connection_that_broke_is_no_reason_for_a_409(stream):
-    """The connection breaks after the worker has the request and before its answer. A second request is refused."""
+    """The connection breaks before the answer, but the worker has the request, and so refuses the retry with 409."""
 
     async def main() -> None:
         async with Mock(keep_alive_s=60.0) as mock, routing(mock) as (_, url):

@@ -115,7 +115,7 @@ def real_fleet(folder: Path, servers: int) -> Iterator[RealFleet]:
 
 
 def requests(count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests of every kind, each with its own seed."""
+    """Return requests of every kind, each with its own seed."""
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "naïve 😀 文字"}], "temperature": 1.0}
     text: dict[str, Any] = {"prompt": "go on", "ignore_eos": True}
     usage = {"stream_options": {"include_usage": True}}
@@ -139,7 +139,7 @@ def requests(count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Asking:
-    """All requests at once, and their progress."""
+    """Sends all requests at once, and records their progress."""
 
     def __init__(self, url: str, asked: list[tuple[str, dict[str, Any]]], salt: str) -> None:
         self._url, self._asked, self._salt = url, asked, salt
@@ -177,7 +177,7 @@ def told_whole(answer: dict[str, Any]) -> Any:
 
 
 def told_in_events(lines: list[str]) -> Any:
-    """The content of all events of an answer, which has one id, one end, and no error."""
+    """Return the content of all events of an answer; check that it has one id, one end, and no error."""
     assert lines[-1] == "[DONE]" and lines.count("[DONE]") == 1, lines[-3:]
     choices: dict[int, Any] = {}
     names, usages = set(), []
@@ -194,7 +194,7 @@ def told_in_events(lines: list[str]) -> Any:
 
 
 def _without_own_ids(choice: dict[str, Any]) -> None:
-    """Ids of tool calls derive from the request's id, which differs between two runs."""
+    """Remove ids of tool calls, which derive from the request's id and so differ between two runs."""
     for call in choice.get("delta", {}).get("tool_calls", {}).values():
         assert len(call.pop("id")) == 1
 

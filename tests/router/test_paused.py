@@ -56,7 +56,7 @@ class Scene:
 
 
 def times(fault: Fault, count: int) -> Any:
-    """A script whose first requests have these faults."""
+    """Return a script whose first `count` requests have this fault."""
     left = [fault] * count
     return lambda _: left.pop() if left else FINE
 
@@ -138,7 +138,7 @@ async def reached(setting: Scene, state: str) -> None:
 
 
 def assert_paused(answer: Response, path: str, *, stream: bool) -> None:
-    """200, no tokens, the cause, and consistent usage."""
+    """Check that the answer has status 200, no tokens, the cause of its end, and consistent usage."""
     assert answer.status == 200 and answer.complete
     if stream:
         assert answer.body.count(b'"finish_reason":"abort","cause":"pause"') == 1, answer.body
@@ -280,7 +280,7 @@ def test_71_a_paused_answer_that_lost_its_worker_ends_with_its_partial_token_ids
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_71_an_answer_in_the_queue_of_a_paused_worker_is_ended(stream: bool, monkeypatch: pytest.MonkeyPatch):
-    """The second worker queues it: the tokens are the first worker's."""
+    """The first worker generated the tokens; the second worker, which is to continue, has the request queued."""
     monkeypatch.setattr("headgate.router.control.lifecycle.CLIENT_WAIT_S", SOON)
 
     async def main() -> None:
@@ -316,7 +316,7 @@ def test_38_71_a_prefill_request_overtaken_by_a_pause_is_dropped_and_counts_as_n
 
 
 async def held_while_connecting(router: Router, url: str) -> asyncio.Task[Response]:
-    """A request that was on its way to its worker when the fleet was paused, and is kept."""
+    """Return a request that was on its way to its worker when the fleet was paused, and is kept."""
     waiting, go_on, connect = asyncio.Event(), asyncio.Event(), Pool.connect
 
     async def slowly(pool: Pool) -> Any:
@@ -335,7 +335,7 @@ async def held_while_connecting(router: Router, url: str) -> asyncio.Task[Respon
 
 
 async def queued_while_held(router: Router, url: str) -> asyncio.Task[Response]:
-    """A request that arrived during a pause that queues new ones."""
+    """Return a request that arrived during a pause that queues new requests."""
     router.hold(queue=True, mode="drain")
     asking = asyncio.create_task(ask(url, CHAT, CHATTING))
     await until(lambda: bool(router.live))
@@ -419,7 +419,7 @@ def test_29_36_an_answer_ended_by_another_callers_pause_resumes_at_a_worker_that
 
 
 def test_29_a_worker_that_refused_a_request_as_paused_is_asked_again_if_it_runs_by_now():
-    """Its turn in another caller's update ended before the other worker's began."""
+    """In another caller's rolling update, the turn of this worker ended before the other worker's began."""
 
     async def main() -> None:
         turns = [Fault("status", status=503, code="paused")]

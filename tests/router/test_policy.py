@@ -35,7 +35,7 @@ def ask(session: bytes = b"") -> RequestInfo:
 
 
 def known(*workers: Worker, size: int = 4096, home: bool = True) -> Match:
-    """A match of `size` bytes at these workers, with a previous turn there if `home`."""
+    """Return a match of `size` bytes at these workers, which also had the previous turn if `home`."""
     return Match({worker: WorkerPrefix(size, 1.0) for worker in workers}, list(workers) if home else [])
 
 

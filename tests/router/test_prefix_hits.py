@@ -145,7 +145,7 @@ def tallies(router: Router) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_42_evictions_of_a_foreign_worker_are_learned_from_its_usage(kind: str, stream: bool):
-    """Its cache holds one prompt. In the next round its prefix is gone, and so is everything older."""
+    """The worker's cache holds only one prompt, so in the next round, prefixes of earlier prompts are evicted."""
     more = {"stream": stream, "stream_options": {"include_usage": True}}
 
     async def main() -> None:

@@ -29,7 +29,7 @@ def prefix_index(max_nodes: int = 1_000_000) -> PrefixIndex:
 
 
 def path_in(root: int, prompt: bytes, *, chat: bool) -> Path:
-    """The same in every index with the same fast path."""
+    """Return the path of a prompt, which is the same in every index with the same fast path."""
     return prefix_index().path(root, prompt, chat=chat)
 
 

@@ -37,7 +37,7 @@ KINDS = [
 
 
 def first(*faults: Fault) -> Any:
-    """A script whose first requests have these faults, at any worker; the others succeed."""
+    """Return a script whose first requests have these faults, at any worker; all others succeed."""
     left = list(faults)
     return lambda _: left.pop(0) if left else FINE
 
@@ -165,7 +165,7 @@ def test_a_client_that_does_not_read_exerts_backpressure_on_its_worker():
 
 
 def test_a_slow_client_gets_everything_and_its_workers_connection_is_reusable():
-    """The last bytes of an answer find the client's buffer full: the connection returns to the pool, reading."""
+    """The client's buffer is full when the answer ends; the worker's connection must be reading again in the pool."""
     body = BODY | {"stream": True, "max_tokens": 30_000}
 
     async def main() -> None:
@@ -506,7 +506,7 @@ def test_an_answer_that_a_pause_ended_is_reported_as_by_the_worker_if_no_other_w
 
 
 def of_two_halves(router: Router, prefill: Mock, decode: Mock) -> None:
-    """The first of these two workers computes prompts, and answers only if there is no other."""
+    """Give the two workers the roles prefill and decode; a prefill worker answers only if there is no other."""
     router.fleet.add(prefill.url, "prefill")
     router.fleet.add(decode.url, "decode")
 

@@ -1,4 +1,4 @@
-"""Costs that may and that must not grow with the number of workers and clients.
+"""Costs of a router: which may grow with the number of workers and clients, and which must not.
 
 The workers are fakes in place of connection pools, so that a thousand of them fit into one process.
 """
@@ -101,7 +101,7 @@ class Line:
 
 
 class Client:
-    """Reads everything."""
+    """A client connection that accepts all bytes."""
 
     gone = False
     transport = None

@@ -11,7 +11,7 @@ import pytest
 
 from headgate.router.exchange.states import Action, Event, Facts, Impossible, State, Step, transition
 
-# A deliberate second copy of the table. `-` cannot happen. The facts are those of an ordinary request.
+# A deliberate second copy of the table, with the default facts. `-` marks events that cannot happen.
 EXPECTED: Final = """
               QUEUED            PLACING           PREFILLING        CONNECTING        ASKING            STREAMING         MOVING            ENDING            RENDERING
 ADMITTED      PLACING:place     -                 -                 -                 -                 -                 -                 -                 -

@@ -155,7 +155,7 @@ def test_65_ids_in_paths_are_percent_decoded_by_server_and_router(servers: list[
 
 
 def raw_get(http: Any, path: str) -> Any:
-    """Without a client library that normalises the path."""
+    """Send a GET without a client library, which would normalise the path."""
 
     async def get() -> Any:
         wire = await Wire.open(str(http.base_url).rstrip("/"))

@@ -12,7 +12,7 @@ P, D, E = Worker("http://p", role="prefill"), Worker("http://d", role="decode"),
 
 
 def ended(arrived: float, elapsed_s: float, **events: float) -> dict[str, Any]:
-    """A worker's report of a request that has ended there."""
+    """Return a worker's report of a request that has ended at that worker."""
     told = [{"event": name, "at_s": at_s, "choice": None} for name, at_s in events.items()]
     return {"status": "finished", "events": told, "usage": {"arrived": arrived, "elapsed_s": elapsed_s}}
 

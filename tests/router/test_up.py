@@ -30,7 +30,7 @@ def up(*arguments: object, **environment: str) -> AbstractContextManager[Served]
 
 
 def workers(http: httpx.Client) -> list[dict[str, Any]]:
-    """Workers that answer come first."""
+    """Return the workers; those that answer come first."""
     return sorted(http.get("/v1/workers").json()["workers"], key=lambda worker: worker["role"])
 
 

@@ -57,7 +57,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def worker(serve: Serve):
-    """A pool of connections to a server that runs `serve` for each of them."""
+    """Yield a pool of connections to a server that runs `serve` for each connection."""
     writers: list[asyncio.StreamWriter] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -80,7 +80,7 @@ async def worker(serve: Serve):
 
 
 def answering(*answers: bytes, close: bool = False, over: asyncio.Event | None = None) -> Serve:
-    """One answer to each request, possibly in pieces. `over` is set when all has been sent once."""
+    """Return a server that sends one answer per request, possibly in pieces; `over` is set after the last answer."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -109,7 +109,7 @@ async def ask(pool: Pool) -> tuple[Noting, Upstream]:
 
 
 def said(*answers: bytes, close: bool = False) -> tuple[Noting, bool]:
-    """What the reader received, and whether the connection was kept."""
+    """Return what the reader received, and whether the connection was kept."""
     result: list[tuple[Noting, bool]] = []
 
     async def main() -> None:
@@ -155,7 +155,7 @@ class Wire:
 
 
 def heard(answer: bytes, *before: bytes) -> tuple[int, bytes, list[str], bool]:
-    """What a reader receives of an answer in one piece after others, and whether the connection is kept."""
+    """Return what a reader receives of an answer that arrives in one piece, and whether the connection is kept."""
     return asyncio.run(hear(answer, before))
 
 
@@ -387,7 +387,7 @@ class Tube:
 
 
 async def pieces(*parts: bytes) -> Noting:
-    """The result of an answer in these pieces, through a pipe or without one."""
+    """Return what a reader receives of an answer in these pieces, with or without a pipe."""
     connection, noting = Upstream(pool_for("http://127.0.0.1:1", 1.0)), Noting()
     connection.connection_made(cast(asyncio.Transport, Wire()))
     connection.send(b"", noting)

@@ -84,7 +84,7 @@ def _answers(server: Vllm, log: Path) -> bool:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With its engine, which is a separate process in the same session."""
+    """Kill vLLM together with its engine, a separate process in the same session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
@@ -120,7 +120,7 @@ def worker_of(router: LiveRouter, server: Vllm | LiveServer) -> Worker:
 
 
 def answers_from(router: LiveRouter, url: str, path: str, body: dict[str, Any]) -> httpx.Response:
-    """An answer of that worker, which gets every second request."""
+    """Return an answer of that worker; each of the two workers gets every second request."""
     for _ in range(2):
         answer = router.post(path, body)
         if answer.headers["x-headgate-worker"] == url:

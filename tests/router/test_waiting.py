@@ -145,7 +145,7 @@ def test_69_tokens_sent_by_the_deadline_are_sent_once_and_counted():
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_69_another_worker_ends_an_answer_that_a_silent_one_began(stream: bool):
-    """It gets the journal and no time: it knows the usage, and the text of tokens that were sent without theirs."""
+    """The other worker gets the journal and no time left; it adds the usage and the text that was not sent yet."""
 
     async def main() -> None:
         async with Mock(lambda _: Fault("stall", at=6)) as one, Mock() as other, routing(one, other) as (router, url):
@@ -185,7 +185,7 @@ def test_69_deadlines_that_a_busy_worker_enforces_late_do_not_mark_it_down():
 
 @pytest.mark.parametrize("due_ms", [-5, 0, 2e12])
 def test_69_an_invalid_deadline_reaches_the_workers_unchanged(due_ms: float):
-    """Regression: a deadline in the past was replaced by a valid one, and the client was told that it had passed."""
+    """Regression: a deadline in the past was replaced by a valid one and reported as passed."""
 
     async def main() -> None:
         async with Mock() as mock, routing(mock) as (_, url):

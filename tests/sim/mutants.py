@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/headgate"
-TIMEOUT_S = 3600  # on a loaded machine
+TIMEOUT_S = 3600  # generous, for a loaded machine
 CPU_S = 180  # CPU time; a run that needs more is considered hung
 LONGEST = 110  # characters in a cell of the table
 RUN = """
@@ -809,7 +809,7 @@ EQUIVALENT: dict[str, str] = {
 
 
 def main(seeds: int, only: str, jobs: int, *, write: bool) -> int:
-    """How many bugs nobody has noticed."""
+    """Run the mutants; returns how many no check has noticed."""
     mutants = [mutant for mutant in MUTANTS if only in mutant.rule]
     verdicts: dict[str, str | None] = {}
     with ThreadPoolExecutor(jobs) as pool:
@@ -824,7 +824,7 @@ def main(seeds: int, only: str, jobs: int, *, write: bool) -> int:
 
 
 def verdict_on(mutant: Mutant, seeds: int) -> str | None:
-    """Who has noticed it and what was said, or why nobody has to; None if nobody did."""
+    """Return which check noticed the mutant and its message, or why none has to; None if none did."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "headgate"
         shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -836,21 +836,21 @@ def verdict_on(mutant: Mutant, seeds: int) -> str | None:
 
 
 def broken(mutant: Mutant) -> str:
-    """Its file with the bug in it."""
+    """Return the content of the mutant's file, with the bug."""
     text = (SOURCE / mutant.file).read_text()
     assert text.count(mutant.old) == 1, f"{mutant.rule}: the line to break occurs {text.count(mutant.old)} times"
     return text.replace(mutant.old, mutant.new)
 
 
 def noticed(folder: str, seeds: int) -> str | None:
-    """What the simulation said, or None if it said nothing."""
+    """Run the simulation; returns its failure, or None if it found none."""
     code, said = run([sys.executable, "-c", RUN, str(seeds)], folder, cwd=folder)
     lines = [line for line in said.splitlines() if line.startswith("seed ")] or said.strip().splitlines()
     return None if code == 0 else lines[-1]
 
 
 def noticed_by_test(folder: str, test: str) -> str | None:
-    """The test that failed, or None if none did."""
+    """Run a test file; returns the test that failed, or None if none did."""
     code, said = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test], folder, cwd=ROOT)
     failed = [line.split()[1] for line in said.splitlines() if line.startswith("FAILED ")]
     return None if code == 0 else failed[0].partition("[")[0] if failed else f"{test}: {said[-200:]}"

@@ -1,4 +1,4 @@
-"""The list of planted bugs matches the table of what caught them, and each bug can still be planted."""
+"""The list of mutants matches the table in docs/testing.md, and each mutant can still be applied."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def first_fresh_seed() -> int:
-    """Different seeds for every commit or, outside a checkout, for every version."""
+    """Return a first seed that differs for every commit or, outside a checkout, for every version."""
     try:
         run = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
         commit = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout

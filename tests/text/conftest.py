@@ -30,7 +30,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Mistral have it: pieces with ▁ for spaces, and a token for every byte."""
+    """A tokenizer like those of Llama 2 and Mistral: pieces with ▁ for spaces, and a token for every byte."""
     trained = Backend(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     words = [text for text in CORPUS if text.isascii()]
@@ -88,5 +88,5 @@ def tokenizers_by_kind() -> dict[str, Tokenizer]:
 
 @pytest.fixture(scope="session", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tokenizers_by_kind: dict[str, Tokenizer]) -> Tokenizer:
-    """Each kind in turn."""
+    """A tokenizer of each kind in turn."""
     return tokenizers_by_kind[request.param]

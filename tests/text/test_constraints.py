@@ -66,7 +66,7 @@ def deep(levels: int, key: str) -> dict[str, Any]:
 
 
 def twice(levels: int) -> dict[str, Any]:
-    """Doubles at every level, and takes a line for each."""
+    """Return a schema that doubles in size at every level, with one line per level."""
     halves = {
         f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}, "y": {"$ref": f"#/$defs/a{i + 1}"}}}
         for i in range(levels)

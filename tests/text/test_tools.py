@@ -17,7 +17,7 @@ def parse(text: str, format: ToolFormat = HERMES) -> tuple[str, list[tuple[str, 
 
 
 def stream(pieces: list[str], format: ToolFormat) -> tuple[str, list[ParsedCall]]:
-    """What a client gets by adding up deltas."""
+    """Return the content and calls that a client gets by adding up deltas."""
     parser = ToolParser(format, names=NAMES, seed="r")
     content_so_far, calls = "", []
     for content, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:

@@ -61,7 +61,7 @@ class Side:
             yield Export(stream.__aiter__())
 
     async def until_released(self) -> EngineStatus:
-        """Wait until nothing is held."""
+        """Wait until the engine has released everything; returns its status."""
         async with asyncio.timeout(DEADLINE_S):
             while (status := await self.status()).held_blocks or status.leases or status.running or status.waiting:
                 await asyncio.sleep(0.01)
@@ -128,7 +128,7 @@ class Pair:
             self._known.set()
 
     def run(self, work: Callable[[Side, Side], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` with P and D; both must hold nothing afterwards."""
+        """Run `work` with P and D; both must have released everything afterwards."""
 
         async def whole() -> None:
             await work(self.p, self.d)

@@ -134,7 +134,7 @@ def transport_kind(name: str) -> type[TcpTransport]:
 
 @contextmanager
 def peers(**settings: Any) -> Iterator[tuple[Peer, Peer]]:
-    """P, full of KV, and D, whose cache is empty."""
+    """Yield P, whose cache is full of KV, and D, whose cache is empty."""
     p, d = Peer(**settings), Peer(fill=0, **settings)
     try:
         yield p, d
@@ -148,7 +148,7 @@ def same(p: Peer, theirs: tuple[int, ...], d: Peer, ours: tuple[int, ...]) -> bo
     return all(torch.equal(a, b) for i, j in pairs for a, b in zip(p.block(i), d.block(j), strict=True))
 
 
-# the bytes to pass on, given their offset in the stream; None breaks the connection
+# Takes bytes and their offset in the stream; returns the bytes to pass on, or None to break the connection.
 Mangle = Callable[[bytes, int], bytes | None]
 
 

@@ -29,7 +29,7 @@ def some_prompts(rng: random.Random, count: int) -> list[tuple[int, ...]]:
 
 
 async def by_way_of(p: Side, d: Side, request: GenerateRequest) -> list[int]:
-    """`request` answered by D, which starts while P still computes."""
+    """Return the answer of D to `request`; D starts while P still computes the prompt."""
     async with p.exporting(export(request.prompt, generated=request.generated, salt=request.salt)) as exported:
         ticket = await exported.ticket()
         tokens, _ = await d.answer(replace(request, ticket=ticket))

@@ -51,13 +51,13 @@ def fresh_request() -> GenerateRequest:
 
 
 async def expected(side: Side, request: GenerateRequest) -> list[int]:
-    """The answer of a single engine, without leaving its KV where the request would find it."""
+    """Return the answer of a single engine, with a salt, so that `request` does not find its KV in the cache."""
     return (await side.answer(replace(request, salt="alone")))[0]
 
 
 @asynccontextmanager
 async def half_computed(p: Side, request: GenerateRequest) -> AsyncIterator[tuple[Export, Ticket]]:
-    """P has issued a ticket and is frozen before the prompt is computed."""
+    """Yield an export whose ticket P has issued; P is frozen before the prompt is computed."""
     async with p.exporting(export(request.prompt)) as exported:
         ticket = await exported.ticket()
         await p.client.call(Pause("freeze"))
@@ -71,7 +71,7 @@ async def half_computed(p: Side, request: GenerateRequest) -> AsyncIterator[tupl
 
 @asynccontextmanager
 async def fetching(d: Side, request: GenerateRequest, ticket: Ticket) -> AsyncIterator[asyncio.Task[list[int]]]:
-    """D waits for KV that does not arrive."""
+    """Yield the task of a request for which D waits for KV that does not arrive."""
 
     async def answer() -> list[int]:
         return (await d.answer(replace(request, ticket=ticket)))[0]

@@ -163,7 +163,7 @@ def test_handles_of_a_process_that_is_gone_are_refused_and_nothing_breaks():
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_36_kv_from_another_gpu_engine_gives_the_same_tokens(model, transport):
-    """Greedy and seeded, with prefix hits on either side: some prompts share a beginning, some were asked before."""
+    """Requests are greedy and sampled. Some prompts share a prefix or were sent before, so both engines have hits."""
     prompts = some_prompts(random.Random(3), 40)
 
     async def main() -> None:
@@ -211,7 +211,7 @@ def test_engines_on_one_gpu_send_only_control_frames_over_the_connection(model, 
 
 def test_37_a_p_killed_during_transfers_costs_d_only_the_prefill(model):
     async def crowd(p: Side, d: Side, requests: list[GenerateRequest]) -> list[list[int]]:
-        """D's answers with KV from P, which may die meanwhile."""
+        """Return D's answers with KV from P, which may be killed meanwhile."""
 
         async def one(request: GenerateRequest) -> list[int]:
             try:

@@ -149,7 +149,7 @@ def test_39_a_ticket_that_cannot_be_used_is_a_local_prefill(both):
 
 
 def page_with(server: LiveServer, *lines: str) -> str:
-    """Metrics that contain these lines; an engine that does not answer at once is left out."""
+    """Return a metrics page once it contains these lines; a page lacks engines that do not answer at once."""
     pages: list[str] = []
 
     def found() -> bool:

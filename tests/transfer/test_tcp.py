@@ -165,7 +165,7 @@ def test_blocks_withdrawn_during_a_read_are_not_delivered_as_kv():
 
 
 def test_withdrawn_blocks_are_not_read_even_if_the_socket_is_full():
-    """A sleeping engine has no memory there any more, and on a GPU reading it would end the process."""
+    """A sleeping engine has released this memory, and reading it on a GPU would end the process."""
     memory = blocks.HostBlocks([torch.zeros(40, PART_BYTES, dtype=torch.uint8) for _ in range(PARTS)], "test")
     offer, lend = Offer(1, GENERATION, VERSION, SOME, filled=len(SOME)), memory.lend
     read_late: list[bool] = []
@@ -188,7 +188,7 @@ def test_withdrawn_blocks_are_not_read_even_if_the_socket_is_full():
 
 
 def test_memory_can_be_released_when_transfers_have_settled(kind):
-    """Clients being served are disconnected, however much is left to read, and compute the prompt themselves."""
+    """Peers that are fetching are disconnected, however much is left to read, and compute the prompt themselves."""
     with peers(kind=kind, wait_s=60) as (p, d):
         p.offer(1, SOME, filled=3)
         d.fetch(1, p.ticket(1), OURS)
@@ -372,7 +372,7 @@ def test_54_a_peer_that_sends_garbage_is_disconnected_without_affecting_others(r
 
 
 def test_39_a_frame_with_an_unexpected_body_closes_the_connection(kind):
-    """Otherwise its content would be read as the next frame."""
+    """If the connection stayed open, the body would be read as the next frame."""
     with peers(kind=kind) as (p, _):
         p.offer(1, SOME)
         body = msgspec.msgpack.encode(Attach(PROTOCOL, 1, GENERATION, VERSION, "test"))

@@ -21,7 +21,7 @@ TOKENS = 24
 
 
 class Driver:
-    """Six seeded requests, four of which run at once."""
+    """An engine with six seeded requests, four of which run at once."""
 
     def __init__(self, model: Path, **options: object) -> None:
         settings = {"max_running": 4, "max_context": 128, "dtype": "float32", "device": "cpu"} | options

@@ -1,4 +1,4 @@
-"""Weights from GPU to GPU, on a machine without one: everything but the calls that touch a device is the real thing.
+"""Weight updates from GPU to GPU, on a machine without a GPU: only the calls that use a device are replaced.
 
 `tests/test_gpu_weights.py` does the same on a GPU.
 """
@@ -76,7 +76,7 @@ class Landed:
 
 
 class FakeNccl:
-    """Gloo in place of NCCL."""
+    """Replaces NCCL with gloo."""
 
     used: ClassVar[list[int]] = []
 
@@ -167,7 +167,7 @@ def test_an_engine_and_a_trainer_with_different_backends_do_not_wait_for_each_ot
 
 
 class FakeGpu:
-    """Host memory where GPU memory would be: exported under a number, opened by it."""
+    """Replaces GPU memory with host memory, which is exported under a number and opened by that number."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.exported: list[torch.UntypedStorage] = []
@@ -192,12 +192,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def sent(source: SharedMemorySource) -> SharedMemorySource:
-    """Encoded and decoded as JSON, as over HTTP."""
+    """Return the source after encoding and decoding as JSON, as over HTTP."""
     return msgspec.json.decode(msgspec.json.encode(source), type=SharedMemorySource)
 
 
 def in_one_piece(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors as views of one flat buffer, as a trainer may have them."""
+    """Return the same tensors as views of one flat buffer, as a trainer may have them."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
     parts = flat.split([tensor.numel() for tensor in tensors.values()])
     return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}

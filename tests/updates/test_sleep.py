@@ -49,7 +49,7 @@ def test_frozen_answers_continue_after_a_sleep_with_the_same_tokens(model, undis
 
 
 def test_39_waking_waits_until_the_memory_is_zeroed(monkeypatch):
-    """They would overwrite KV that is fetched right after, because a transfer does not wait for steps."""
+    """Otherwise, zeros could overwrite KV that is fetched right after, because transfers do not wait for steps."""
     awaited = []
     monkeypatch.setattr(sleep_module, "finish_copies", awaited.append)
     cache = torch.ones(10)
@@ -85,7 +85,7 @@ def test_sleep_returns_memory_to_the_system_and_wake_allocates_it_again(tmp_path
 
 
 def resident() -> int:
-    """Counted page by page: the kernel's own totals are off by megabytes on machines with many processors."""
+    """Count resident memory page by page; with many processors, the kernel's totals are off by megabytes."""
     gc.collect()
     pages = re.findall(r"^(?:Rss|Swap): +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
     return sum(map(int, pages)) * 1024

@@ -55,7 +55,7 @@ def answers_of(folder: Path) -> dict[int, list[int]]:
 
 
 def frozen(driver: Driver) -> Driver:
-    """Four sequences hold KV of the old weights and two wait."""
+    """Return a frozen engine: four sequences hold KV of the old weights, and two wait."""
     driver.submit(*IDS)
     driver.turn_until_some_run()
     state = driver.call(Pause("freeze"))

@@ -1,7 +1,7 @@
 """A trainer process as vLLM's trainer side is, with gloo in the place of NCCL.
 
-Its store, the key and pickle of the NCCL id, the sum over one number after joining, and the buffers of packed transfers are
-those of vLLM 0.33. Run as a script, it follows orders on standard input.
+Its store, the key and pickle of the NCCL id, the sum over one number after joining, and the buffers of packed
+transfers are those of vLLM 0.33. If it runs as a script, it reads orders from standard input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ncclUniqueId.__module__ = WRAPPER
 
 @contextmanager
 def stand_in(module: str, **names: Any) -> Iterator[None]:
-    """A module that is not installed, so that what is pickled has its name."""
+    """Create a module that is not installed, so that pickled objects refer to its name."""
     parts = module.split(".")
     made = {".".join(parts[: i + 1]): types.ModuleType(part) for i, part in enumerate(parts)}
     vars(made[module]).update(names)

@@ -34,7 +34,7 @@ def said(text: str) -> dict[str, Any]:
 
 @contextmanager
 def routing(module: str, servers: Servers) -> Iterator[str]:
-    """The router of `module` in front of both servers; its address."""
+    """Start the router of `module` in front of both servers; yields its address."""
     port, metrics = free_port(), free_port()
     where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
     policy = ["--policy", "cache_aware", "--worker-urls", *servers.urls]
@@ -147,7 +147,7 @@ def disconnects(servers: Servers) -> int:
 
 
 def answering(router: str, servers: Servers, prompt: str) -> str:
-    """The server that answers this prompt."""
+    """Return the server that answers this prompt."""
     before = {url: sum(ended(url).values()) for url in servers.urls}
     ask(router + COMPLETIONS, GREEDY | {"prompt": prompt})
     (server,) = (url for url in servers.urls if sum(ended(url).values()) > before[url])

@@ -1,4 +1,4 @@
-"""What the checks of all frameworks share. Imports the standard library alone, because every environment runs it."""
+"""Shared by the checks of all frameworks. Imports only the standard library, because every environment runs it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ class Servers:
 
 
 def given() -> Servers:
-    """The servers named on the command line."""
+    """Return the servers named on the command line."""
     return Servers(Path(sys.argv[1]), (sys.argv[2], sys.argv[3]))
 
 
 def run_checks(package: str, checks: Sequence[Callable[..., object]], *arguments: object) -> int:
-    """Run every check; the exit status. A check is a function that is named after what it shows, and raises otherwise."""
+    """Run every check; returns the exit status. A check is a function whose name says what it checks.
+
+    It raises if the check fails.
+    """
     title = f"{package} {version(package)}"
     failed = [check for check in checks if not _passes(title, check, *arguments)]
     return FAILED if failed else 0
@@ -66,7 +69,7 @@ def _passes(title: str, check: Callable[..., object], *arguments: object) -> boo
 
 
 def ask(url: str, body: object = None, *, method: str | None = None, timeout_s: float = TIMEOUT_S) -> Any:
-    """The decoded answer to a call; an error status raises with the server's message."""
+    """Return the decoded answer to a call; raises with the server's message for an error status."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
@@ -77,7 +80,7 @@ def ask(url: str, body: object = None, *, method: str | None = None, timeout_s: 
 
 
 def refusal(url: str, body: object) -> str:
-    """The status and message with which a call is refused."""
+    """Return the status and message with which a call is refused."""
     try:
         answer = ask(url, body)
     except AssertionError as refused:
@@ -87,7 +90,7 @@ def refusal(url: str, body: object) -> str:
 
 @contextmanager
 def stream(url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S) -> Iterator[Iterator[Any]]:
-    """The events of a stream, decoded, without `[DONE]`. Leaving the block closes the connection."""
+    """Yield the decoded events of a stream, without `[DONE]`. Leaving the context closes the connection."""
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:

@@ -92,7 +92,7 @@ async def get(url: str, path: str) -> bytes:
 
 
 async def metrics(url: str) -> dict[str, float]:
-    """Return the samples of /metrics, by name and labels. Retries, because a process may be slow on a busy machine."""
+    """Return the samples of /metrics, by name and labels. Retries, because a busy machine may delay a process."""
     until_s = clock() + PATIENCE_S
     while True:
         try:

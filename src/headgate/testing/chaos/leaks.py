@@ -76,7 +76,7 @@ class ProcessWatch:
 
 
 def memory_growth(samples: Sequence[ProcessSample]) -> Iterator[tuple[str, float, float]]:
-    """Yield the name of each process that existed in both windows, and its median memory in the first and the last."""
+    """Yield the name of each process that existed in both windows, and its median memory in both."""
     if not samples:
         return
     first_s, last_s = samples[0].at_s, samples[-1].at_s
