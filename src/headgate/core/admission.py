@@ -133,9 +133,9 @@ class AdmissionChecks:
         return hit, need
 
     def _cached_prefix(self, seq: Sequence, version: int) -> list[int]:
-        # One token short of everything, because a slice needs a token to compute. An export thus computes its last
-        # block itself: when that step has landed, the blocks it found in the cache are known to be written. The
-        # log-probability of a prompt token is computed with the position before it.
+        # The last token is always computed, because a slice needs one. An export thus computes its last block: once
+        # that step has landed, all earlier steps have too, so the blocks found in the cache are known to be written.
+        # The log-probability of a prompt token is computed with the position before it.
         size, wanted = self._pool.block_size, min(seq.wanted, seq.scored) if seq.unscored else seq.wanted
         return self._pool.lookup(seq.keys((wanted - 1) // size, version=version, block_size=size))
 

@@ -254,7 +254,7 @@ class Scheduler:
             return
         seq.phase = Phase.RUNNING
         if ok and ticket is not None and ticket.version == self.version:
-            # One token short of everything, because a slice needs a token to compute.
+            # The last token is computed here, because a slice needs at least one.
             seq.computed = max(seq.computed, min(ticket.tokens, seq.wanted - 1))
             self.counters.transfers += 1
         else:
@@ -424,7 +424,7 @@ class Scheduler:
 
     def _finish_if_done(self, seq: Sequence) -> None:
         if seq.limit == 1:
-            # Nothing to compute: there is not one whole block to export, or not one prompt token to score.
+            # There is nothing to compute: no whole block to export, or no prompt token to score.
             self._finish(seq, *(FETCHED if seq.exports else LENGTH))
         elif seq.exports or not seq.output_len:
             return
@@ -434,7 +434,7 @@ class Scheduler:
             self._finish(seq, *LENGTH)
 
     def _report_scores(self, seq: Sequence, start: int, scores: tuple[Logprobs, ...]) -> None:
-        """Output what the slice at `start` has scored, each prompt position once, even if computed again."""
+        """Output the log-probabilities that the slice at `start` has computed, once for each prompt position."""
         first = max(start + 1, seq.request.sampling.prompt_logprobs_start)
         fresh = scores[max(0, seq.scored - first) :]
         reported = self._outbox.prompt_logprobs.get(seq.id, ())
