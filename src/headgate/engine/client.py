@@ -394,7 +394,10 @@ def _error(refused: Refused) -> RequestError:
 async def connected(
     address: str, client: int, timeout_s: float, numbers: Iterator[int] | None = None
 ) -> AsyncIterator[EngineClient]:
-    """A client of the engine at `address`, after its handshake. `numbers`: for the ids of its requests."""
+    """Connect to the engine at `address` and yield its client after the handshake.
+
+    `numbers` are the numbers in the ids of its requests; by default, they count from 1.
+    """
     channel = ClientChannel(address, client)
     try:
         channel.send(Hello(PROTOCOL, client))

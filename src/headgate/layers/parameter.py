@@ -17,8 +17,8 @@ class WeightParameter:
 
     shape: tuple[int, ...]
     write: Callable[[Weight], object]
-    tensor: torch.Tensor  # the tensor that holds it, possibly with others
-    scale: torch.Tensor | None = None  # of the rows of a quantised matrix
+    tensor: torch.Tensor  # the tensor of the model that holds it, possibly together with other parameters
+    scale: torch.Tensor | None = None  # the scales of the rows, if the matrix is quantised
 
 
 class Layer(Protocol):
