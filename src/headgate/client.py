@@ -197,12 +197,9 @@ def _tags(tags: Sequence[str]) -> dict[str, Any]:
     return {"tags": tags} if tags else {}
 
 
-def _update(source: Source | str, version: int | None, label: str | None, kv: str, timeout_s: float) -> _Call:
+def _update(source: Source | str, kv: str, timeout_s: float, **given: Any) -> _Call:
     body: dict[str, Any] = {"kv": kv, "timeout": timeout_s}
-    if version is not None:
-        body["version"] = version
-    if label is not None:
-        body["label"] = label
+    body |= {name: value for name, value in given.items() if value is not None}
     match source:
         case BroadcastSource():
             body["group"] = {
@@ -300,10 +297,18 @@ class Fleet:
         *,
         label: str | None = None,
         kv: str = "recompute",
+        base: int | None = None,
+        checksum: Mapping[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> FleetState:
-        """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source."""
-        return self._state(_update(source, version, label, kv, timeout_s))
+        """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source.
+
+        `base`: the source has changed tensors only, which apply to this version (`headgate.weights.changed`).
+        `checksum`: SHA-256 in hex by tensor name (`headgate.weights.checksums`); a file source has its own, by file.
+        """
+        return self._state(
+            _update(source, kv, timeout_s, version=version, label=label, base=base, verify_checksum=checksum)
+        )
 
     def sleep(self, *tags: str) -> FleetState:
         return self._state(_control(control.SLEEP, _tags(tags)))
@@ -407,10 +412,18 @@ class AsyncFleet:
         *,
         label: str | None = None,
         kv: str = "recompute",
+        base: int | None = None,
+        checksum: Mapping[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> FleetState:
-        """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source."""
-        return await self._state(_update(source, version, label, kv, timeout_s))
+        """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source.
+
+        `base`: the source has changed tensors only, which apply to this version (`headgate.weights.changed`).
+        `checksum`: SHA-256 in hex by tensor name (`headgate.weights.checksums`); a file source has its own, by file.
+        """
+        return await self._state(
+            _update(source, kv, timeout_s, version=version, label=label, base=base, verify_checksum=checksum)
+        )
 
     async def sleep(self, *tags: str) -> FleetState:
         return await self._state(_control(control.SLEEP, _tags(tags)))

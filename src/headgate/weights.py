@@ -17,7 +17,10 @@ On the same GPU, by handles of the trainer's memory; the engine copies the tenso
     with share(model.state_dict()) as shared:
         llm.call(UpdateWeights(shared))
 
-Names and shapes are those of the checkpoint that the engines started from.
+Names and shapes are those of the checkpoint that the engines started from. Each way can send changed tensors only:
+
+    with publish(changed(before, model.state_dict())) as files:
+        llm.call(UpdateWeights(files, version=8, base=7))
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import torch
 from headgate import scratch
 from headgate.device.weights import ipc
 from headgate.device.weights.broadcast import BUCKET, BroadcastGroup, offer, raw
+from headgate.device.weights.declared import digest
 from headgate.device.weights.loading import DTYPES, OpenFile
 from headgate.errors import RequestError
 from headgate.protocol.command import Backend, BroadcastSource, FileSource, SharedMemorySource
@@ -58,6 +62,24 @@ def publish(
         path = own / ("weights.safetensors" if version is None else f"weights-{version}.safetensors")
         write_safetensors(path, tensors)
         yield FileSource(str(path), {path.name: OpenFile(path).sha256()} if checksum else None)
+
+
+def changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of `after` whose bits differ from those of `before`; for an update with a `base`."""
+    return {name: tensor for name, tensor in after.items() if name not in before or differ(before[name], tensor)}
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compares bytes, because NaN differs from itself and -0 equals 0."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return True
+    first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return not torch.equal(first.to(second.device), second)
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """SHA-256 in hex by tensor name, which engines verify before they write (`verify_checksum`)."""
+    return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

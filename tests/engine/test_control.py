@@ -313,7 +313,7 @@ def test_25_a_failed_update_leaves_the_old_weights_or_a_quarantined_engine(failu
     harness = paused()
     failed: Future[None] = Future()
     failed.set_exception(failure)
-    harness.executor.load_weights = lambda _: failed
+    harness.executor.load_weights = lambda _, **_declared: failed
     number = harness.call(UpdateWeights(FileSource("path")))
     harness.loop.turn()
     denied = harness.answers[number]

@@ -38,7 +38,7 @@ from headgate.protocol.command import (
                 (SharedTensor("norm", "bfloat16", (64,), 0, 0),),
             )
         ),
-        UpdateWeights(StagedSource(base=2, checksum={"norm": "00"}), version=3),
+        UpdateWeights(StagedSource(), version=3, base=2, checksum={"norm": "00"}),
         JoinGroup("slime-pp_0", "trainer", 29500, world_size=3, rank=1, backend="gloo"),
         JoinGroup("vllm", "", 0, 3, 1, rendezvous="vllm", nccl_id=bytes(128)),
         CollectWeights(SharedOnGpus((SharedMemorySource("GPU-1", (), ()), SharedMemorySource("GPU-2", (), ())))),

@@ -17,6 +17,7 @@ from headgate.device.weights.wires import WeightWires
 from headgate.errors import BrokenCheckpoint, SourceLost
 from headgate.protocol.command import GroupPart, JoinGroup, TensorSpec
 from headgate.testing.tiny import tiny_model
+from headgate.weights import checksums
 from tests.api.live import LiveServer, live_server
 from tests.ports import own_port
 from tests.updates.vllm_trainer import order, trainer_process
@@ -221,6 +222,26 @@ def test_79_an_incomplete_update_names_a_missing_tensor_and_the_server_goes_on(s
         refused = server.post("/finish_weight_update", None)
         assert refused.status_code == 400 and "the checkpoint lacks tensor" in refused.text, refused.text
         assert answer(server) == before and server.status().state == "running"
+
+
+def test_79_a_wrong_checksum_of_any_part_refuses_the_whole_update(server: LiveServer, old: Path, new: Path):
+    before = answer(server)
+    with trainer(server, new, packed=True) as sender:
+        names = list(sender.tensors)
+        server.post("/start_weight_update", None)
+        promised = {names[0]: "00" * 32}
+        assert sender.send(names[:3], verify_checksum=promised).status_code == 200
+        assert sender.send(names[3:], verify_checksum=checksums(sender.tensors)).status_code == 200
+        assert server.post("/finish_weight_update", None).status_code == 200, "the later promise replaces the first"
+        server.post("/start_weight_update", None)
+        sender.send(names[:3], verify_checksum=promised)
+        sender.send(names[3:])
+        refused = server.post("/finish_weight_update", None)
+        assert refused.status_code == 400 and f"tensor {names[0]} has SHA-256" in refused.text, refused.text
+        assert server.status().state == "running" and answer(server) != before
+    with trainer(server, old, packed=True) as sender:
+        assert sender.send(verify_checksum=checksums(sender.tensors)).status_code == 200
+    assert answer(server) == before
 
 
 def rpc(server: LiveServer, method: str, **kwargs: Any) -> Any:

@@ -78,7 +78,8 @@ class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     shared: SharedSource | None = None
     version: Version | None = None  # above the current one; None: the next
     label: Label | None = None  # the trainer's own name of the version; may repeat
-    verify_checksum: dict[str, str] | None = None  # SHA-256 in hex by file name
+    verify_checksum: dict[str, str] | None = None  # SHA-256 in hex; of a path by file name, otherwise by tensor name
+    base: Version | None = None  # the source has changed tensors only, and applies to this version
     kv: Literal["recompute", "keep"] = "recompute"
 
 
@@ -175,12 +176,15 @@ def source_of(body: UpdateRequest) -> Source:
         raise RequestError("say where the weights are with one of path, group and shared", param="path")
     if body.path is not None:
         return FileSource(body.path, body.verify_checksum)
-    if body.verify_checksum is not None:
-        raise RequestError("checksums go with path alone", param="verify_checksum")
     if body.shared is not None:
         return SharedMemorySource(body.shared.gpu, body.shared.storages, body.shared.tensors)
     assert body.group is not None
     return group_of(body.group)
+
+
+def tensor_checksums(body: UpdateRequest) -> dict[str, str] | None:
+    """The checksums by tensor name. Those of files belong to their source."""
+    return body.verify_checksum if body.path is None else None
 
 
 def group_of(group: GroupSource) -> BroadcastSource:

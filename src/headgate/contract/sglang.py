@@ -42,6 +42,7 @@ class FromDistributed(msgspec.Struct, kw_only=True):
     abort_all_requests: bool = False
     weight_version: Label | None = None
     load_format: str | None = None
+    verify_checksum: dict[str, str] | None = None  # ours: SHA-256 in hex by tensor name
 
 
 class FromTensor(msgspec.Struct, kw_only=True):
@@ -50,6 +51,7 @@ class FromTensor(msgspec.Struct, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: Label | None = None
+    verify_checksum: dict[str, str] | None = None  # ours: SHA-256 in hex by tensor name
 
 
 @takes_compatible("sglang")

@@ -133,7 +133,7 @@ def open_wires(model: Network, parallelism: Parallelism) -> WeightWires | None:
 
 def opening(wires: WeightWires, parallelism: Parallelism) -> Open:
     def open(source: Source) -> WeightSource:
-        return wires.open(source) if isinstance(source, StagedSource) else parallelism.open(source)
+        return wires.open() if isinstance(source, StagedSource) else parallelism.open(source)
 
     return open
 

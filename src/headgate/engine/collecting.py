@@ -60,9 +60,9 @@ class Collecting:
         self.failure = ""
 
     def run(self, command: CollectCommand) -> Generator[None, None, Collected]:
+        self.refuse_several_ranks()
         wires = self._wires
-        if wires is None:
-            raise _unsupported()
+        assert wires is not None
         match command:
             case JoinGroup():
                 yield from self._join(wires, command)
@@ -89,11 +89,15 @@ class Collecting:
 
     def refuse_unless_collected(self) -> None:
         """Raise if no parts have been collected; the error says why parts were dropped, if they were."""
-        if self._wires is None:
-            raise _unsupported()
-        if not len(self._wires):
+        self.refuse_several_ranks()
+        if self._wires is None or not len(self._wires):
             why = f"the update has failed: {self.failure}" if self.failure else "no tensor has arrived"
             raise _refused(f"{why}; the weights are unchanged", "no_update", 409)
+
+    def refuse_several_ranks(self, what: str = "collect an update in parts") -> None:
+        if self._wires is None:
+            message = f"this engine has several ranks and cannot {what}; send the whole model as files (path)"
+            raise RequestError(message, code="unsupported_transfer")
 
     def loaded(self) -> None:
         self.deadline_s, self.failure = NEVER_S, ""
@@ -156,10 +160,3 @@ def _refused(message: str, code: str, status: int) -> RequestError:
     error = RequestError(message, code=code)
     error.status = status
     return error
-
-
-def _unsupported() -> RequestError:
-    return RequestError(
-        "this engine has several ranks and cannot collect an update in parts; send the weights as files (path)",
-        code="unsupported_transfer",
-    )

@@ -15,7 +15,7 @@ A paused engine may release memory (sleep). It then stays paused until all of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -77,7 +77,9 @@ class DeviceResources(Protocol):
     @property
     def asleep(self) -> tuple[Tag, ...]: ...
 
-    def load_weights(self, source: Source) -> Future[None]: ...
+    def load_weights(
+        self, source: Source, *, partial: bool = False, checksum: Mapping[str, str] | None = None
+    ) -> Future[None]: ...
 
     def sleep(self, tags: Collection[Tag]) -> Future[None]: ...
 
@@ -276,19 +278,28 @@ class Control:
             # Cache keys contain the version: if a number were reused, KV of other weights could be found.
             message = f"version {update.version} is not above {current}; give new weights a new number"
             raise RequestError(message, param="version", code="stale_version")
-        if isinstance(update.source, StagedSource):
-            self._refuse_unless_based_on(update.source)
-        yield from self._until_loaded(lambda: self._resources.load_weights(update.source))
+        self._refuse_unless_ready_for(update)
+        partial, checksum = update.base is not None, update.checksum
+        yield from self._until_loaded(
+            lambda: self._resources.load_weights(update.source, partial=partial, checksum=checksum)
+        )
         self._change_weights(update)
         self.collecting.loaded()
         self._last_update = given
         return self._engine_state(began_s)
 
-    def _refuse_unless_based_on(self, source: StagedSource) -> None:
-        self.collecting.refuse_unless_collected()
-        if source.base is not None and source.base != self._scheduler.version:
-            message = f"the update applies to version {source.base}, but this engine has {self._scheduler.version}"
-            self.collecting.drop(message)
+    def _refuse_unless_ready_for(self, update: UpdateWeights) -> None:
+        if isinstance(update.source, StagedSource):
+            self.collecting.refuse_unless_collected()
+        if update.base is not None or update.checksum is not None:
+            self.collecting.refuse_several_ranks("take changed tensors or checksums of tensors")
+        if update.base is None:
+            return
+        if self.state == "quarantined" or "weights" in self._resources.asleep:
+            state = "quarantined" if self.state == "quarantined" else "asleep"
+            raise _conflict(f"the engine is {state} and needs a full update, not changed tensors", code="wrong_base")
+        if update.base != self._scheduler.version:
+            message = f"the update applies to version {update.base}, but this engine has {self._scheduler.version}"
             raise _conflict(f"{message}; the weights are unchanged", code="wrong_base")
 
     def _until_loaded(self, load: Callable[[], Future[None]]) -> Generator[None, None, None]:

@@ -377,7 +377,7 @@ def _state_after(command: Command, result: Result | HeadgateError, known: str) -
 def _stamps_of(command: Command) -> Stamps:
     """The stamps of the files that an update names, taken before the engines read them."""
     match command:
-        case UpdateWeights(FileSource(path)):
+        case UpdateWeights(FileSource(path), base=None):  # changed tensors are not enough for an engine to start with
             return stamps(path)
         case _:
             return {}

@@ -111,10 +111,7 @@ class SharedMemorySource(msgspec.Struct, frozen=True, array_like=True, tag="shar
 
 
 class StagedSource(msgspec.Struct, frozen=True, array_like=True, tag="staged"):
-    """The parts that `CollectWeights` has collected. With `base`, the other tensors stay as they are in that version."""
-
-    base: int | None = None
-    checksum: dict[str, str] | None = None  # SHA-256 in hex by tensor name
+    """The parts that `CollectWeights` has collected."""
 
 
 Source = FileSource | BroadcastSource | SharedMemorySource | StagedSource
@@ -199,11 +196,16 @@ class DiscardWeights(msgspec.Struct, frozen=True, array_like=True, tag="discard"
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
-    """Load new weights into a paused engine. `recompute`: drop all old KV; otherwise running sequences keep theirs."""
+    """Load new weights into a paused engine. `recompute`: drop all old KV; otherwise running sequences keep theirs.
+
+    With `base`, the source has changed tensors only, and the others stay as they are in that version.
+    """
 
     source: Source
     version: int | None = None  # None: the current version plus one
     recompute: bool = True
+    base: int | None = None
+    checksum: dict[str, str] | None = None  # SHA-256 in hex by tensor name; verified before the first write
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):

@@ -47,7 +47,7 @@ class FakeExecutor:
         """Fail the oldest launched step."""
         self._futures.popleft().set_exception(error)
 
-    def load_weights(self, source: object) -> Future[None]:
+    def load_weights(self, source: object, **declared: object) -> Future[None]:
         self.device.version += 1
         return self.wake_weights()
 

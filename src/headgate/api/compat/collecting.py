@@ -7,6 +7,7 @@ whole model has arrived. An update that is incomplete is refused at that moment,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
 from headgate.api.control.lifecycle import MARGIN_S, Controls
@@ -32,6 +33,7 @@ class WeightCollection:
         self.parts = 0
         self.label: str | None = None
         self.recompute = True
+        self.checksum: dict[str, str] = {}  # SHA-256 in hex by tensor name, of all parts
 
     async def join(self, controls: Controls, group: JoinGroup) -> None:
         self.forget()  # the engines drop what a group of this name has sent
@@ -48,12 +50,21 @@ class WeightCollection:
         self.open = True
 
     async def add(
-        self, controls: Controls, part: Part, *, label: str | None, recompute: bool, paused: bool
+        self,
+        controls: Controls,
+        part: Part,
+        *,
+        label: str | None,
+        recompute: bool,
+        paused: bool,
+        checksum: Mapping[str, str] | None = None,
     ) -> Collected:
         """Collect a part on all engines. If one engine does not have it, all drop the update."""
         if label != self.label and self.parts and not self.open:
             await self.discard(controls, f"another update ({label}) has begun")
+            self.checksum = {}
         self.parts, self.label, self.recompute = self.parts + 1, label, recompute
+        self.checksum |= checksum or {}
         command = CollectWeights(part, anew=not (paused or self.open), timeout_s=PART_TIMEOUT_S)
         try:
             results = await controls.call(command, PART_TIMEOUT_S + 5)
@@ -67,4 +78,4 @@ class WeightCollection:
             await controls.call(DiscardWeights(reason), DEFAULT_TIMEOUT_S)
 
     def forget(self) -> None:
-        self.open, self.parts, self.label, self.recompute = False, 0, None, True
+        self.open, self.parts, self.label, self.recompute, self.checksum = False, 0, None, True, {}

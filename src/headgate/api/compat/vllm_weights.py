@@ -94,7 +94,8 @@ async def update_weights(request: Request) -> Response:
     if body.weight_dir is not None:
         result = await update_held(controls, source, version)  # not every version of prime-rl pauses first
     else:
-        result = followed(await controls.update(source, version, label=update.weight_version))
+        promised = update.verify_checksum if update.file is None else None
+        result = followed(await controls.update(source, version, label=update.weight_version, checksum=promised))
     return json_response({"message": "Weights updated", "weight_version": result.weight_label})
 
 
@@ -102,7 +103,9 @@ async def _collect(request: Request, update: Parameters, part: Part) -> None:
     controls, transfers = controls_of(request), transfers_of(request)
     paused = (await controls.status()).is_paused
     label = transfers.collection.label if update.weight_version is None else update.weight_version
-    state = await transfers.collection.add(controls, part, label=label, recompute=True, paused=paused)
+    state = await transfers.collection.add(
+        controls, part, label=label, recompute=True, paused=paused, checksum=update.verify_checksum
+    )
     if transfers.begun_at is None and not state.missing:
         await commit_collected(request)
 
@@ -127,7 +130,7 @@ def _part(update: Parameters, transfers: Transfers) -> Part | None:
 
 def _source(update: Parameters, transfers: Transfers) -> Source:
     if update.file is not None:
-        return FileSource(update.file)
+        return FileSource(update.file, update.verify_checksum)
     if update.shared is not None:
         return SharedMemorySource(update.shared.gpu, update.shared.storages, update.shared.tensors)
     return transfers.arranged

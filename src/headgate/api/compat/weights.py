@@ -6,6 +6,8 @@ engines, or as handles of GPU memory (`handles.py`). The group with the name `he
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -63,13 +65,15 @@ async def update_held(
     label: str | None = None,
     abort: bool = False,
     recompute: bool = True,
+    checksum: Mapping[str, str] | None = None,
 ) -> FleetResult:
     """Update engines that may be running, and restore their state afterwards."""
     paused = (await controls.status()).is_paused
     if not paused:
         await hold(controls, "abort" if abort else "freeze")
     try:
-        return followed(await controls.update(source, version, label=label, recompute=recompute))
+        updating = controls.update(source, version, label=label, recompute=recompute, checksum=checksum)
+        return followed(await updating)
     finally:
         if not paused and (await controls.status()).state == "paused":
             await controls.resume()
@@ -150,11 +154,12 @@ async def commit_collected(request: Request) -> FleetResult | None:
     controls, collection = controls_of(request), transfers_of(request).collection
     if not collection.parts and not collection.open:
         return None
-    label, recompute = collection.label, collection.recompute
+    label, recompute, checksum = collection.label, collection.recompute, collection.checksum
     collection.forget()
+    version = new_version_of(request.headers)
     try:
         return await update_held(
-            controls, StagedSource(), new_version_of(request.headers), label=label, recompute=recompute
+            controls, StagedSource(), version, label=label, recompute=recompute, checksum=checksum
         )
     except HeadgateError as error:
         await collection.discard(controls, str(error))
@@ -176,6 +181,7 @@ async def update_weights_from_distributed(request: Request) -> Response:
             label=body.weight_version,
             abort=body.abort_all_requests,
             recompute=body.flush_cache,
+            checksum=body.verify_checksum,
         )
     except HeadgateError as error:
         return json_response(Outcome(success=False, message=str(error)), 400)
@@ -205,7 +211,12 @@ async def _collected_part(request: Request, body: FromDistributed | FromTensor, 
     try:
         paused = (await controls.status()).is_paused
         state = await collection.add(
-            controls, part, label=body.weight_version, recompute=body.flush_cache or not paused, paused=paused
+            controls,
+            part,
+            label=body.weight_version,
+            recompute=body.flush_cache or not paused,
+            paused=paused,
+            checksum=body.verify_checksum,
         )
         if not state.missing and not paused and not collection.open:
             await commit_collected(request)

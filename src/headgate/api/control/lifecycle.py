@@ -37,6 +37,7 @@ from headgate.contract.control import (
     memory_of,
     overall,
     source_of,
+    tensor_checksums,
 )
 from headgate.contract.orders import UNORDERED, Order, Orders
 from headgate.contract.tickets import NEWEST_VERSION
@@ -125,18 +126,24 @@ class Controls:
         *,
         label: str | None = None,
         recompute: bool = True,
+        base: int | None = None,
+        checksum: Mapping[str, str] | None = None,
         timeout_s: float = UPDATE_TIMEOUT_S,
     ) -> FleetResult:
-        """`version`: above the current one; None: the next. `label`: the trainer's name of it, which may repeat."""
+        """`version`: above the current one; None: the next. `label`: the trainer's name of it, which may repeat.
+
+        `base`: the version that changed tensors apply to. `checksum`: SHA-256 in hex by tensor name.
+        """
         if version is not None and not 0 <= version <= NEWEST_VERSION:
             raise RequestError(f"must be between 0 and {NEWEST_VERSION}", param="version")
         async with self._move("the weights are being updated"):
             number = self._api.engines.version + 1 if version is None else version
             with self._labelled(number, label):
-                outcome = await self._call(UpdateWeights(source, number, recompute), timeout_s)
+                promised = dict(checksum) if checksum else None
+                outcome = await self._call(UpdateWeights(source, number, recompute, base, promised), timeout_s)
         result = self._result(outcome)
-        if isinstance(source, FileSource) and source.checksum:
-            result.checksum = source.checksum
+        if verified := promised or (source.checksum if isinstance(source, FileSource) else None):
+            result.checksum = verified
         return result
 
     def relabel(self, label: str) -> None:
@@ -403,6 +410,8 @@ async def update_weights(request: Request) -> Response:
         body.version,
         label=body.label,
         recompute=body.kv == "recompute",
+        base=body.base,
+        checksum=tensor_checksums(body),
         timeout_s=body.timeout,
     )
     return answer(request, result)

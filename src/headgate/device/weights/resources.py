@@ -5,7 +5,7 @@ Weights can be reloaded if they came from files that have not changed since. Wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from headgate.device.executor import Executor
 from headgate.device.memory import free_bytes
 from headgate.device.weights.broadcast import CPU, BroadcastWeights
+from headgate.device.weights.declared import DeclaredWeights
 from headgate.device.weights.file_stamps import Stamps, stamps
 from headgate.device.weights.gguf import GGUFWeights
 from headgate.device.weights.ipc import SharedWeights
@@ -84,11 +85,17 @@ class ModelResources:
     def asleep(self) -> tuple[Tag, ...]:
         return self._executor.asleep
 
-    def load_weights(self, source: Source) -> Future[None]:
+    def load_weights(
+        self, source: Source, *, partial: bool = False, checksum: Mapping[str, str] | None = None
+    ) -> Future[None]:
+        """Load `source`. `partial`: it has changed tensors only. `checksum`: SHA-256 in hex by tensor name."""
         self._origin = self._last_origin()
-        # Stamped before it is read, so that a change during the read is detected later.
-        origin = origin_of(source)
-        loading = self._executor.load_weights(self._open(source))
+        # Stamped before it is read, so that a change during the read is detected later. Changes cannot be read again.
+        origin = Origin(StagedSource(), {}) if partial else origin_of(source)
+        opened = self._open(source)
+        if partial or checksum:
+            opened = DeclaredWeights(opened, partial=partial, checksum=checksum or {}, room=free_bytes)
+        loading = self._executor.load_weights(opened)
         self._update = origin, loading
         return loading
 

@@ -7,7 +7,6 @@ if it fits nowhere, a part is refused and the weights in service are unchanged. 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -55,7 +54,6 @@ class StagedWeights:
         self._room = room
         self._place: torch.device | None = None
         self._tensors: dict[str, torch.Tensor] = {}
-        self.partial = False  # what has not arrived keeps its value
 
     def __repr__(self) -> str:
         return f"<StagedWeights {len(self._tensors)} of {len(self._expected)} tensors>"
@@ -94,20 +92,8 @@ class StagedWeights:
         missing = self._expected.keys() - self._tensors.keys()
         return Collected(len(self._tensors), len(missing), min(missing, default=""), str(self._place or self._device))
 
-    def refuse_wrong_checksums(self, checksum: Mapping[str, str]) -> None:
-        for name, promised in checksum.items():
-            if name not in self._tensors:
-                raise BrokenCheckpoint(f"there is a checksum for tensor {name}, which has not arrived")
-            if (found := digest(self._tensors[name])) != promised.lower():
-                raise BrokenCheckpoint(f"tensor {name} has SHA-256 {found}; {promised.lower()} was promised")
-
     def metadata(self) -> Mapping[str, TensorInfo]:
         return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of the bytes of a tensor in row-major order."""
-    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

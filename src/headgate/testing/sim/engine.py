@@ -124,7 +124,7 @@ class SimExecutor(FakeExecutor):
         self._steps.send(None, self._free_s - now_s)
         return future
 
-    def load_weights(self, source: object) -> Future[None]:
+    def load_weights(self, source: object, **declared: object) -> Future[None]:
         assert isinstance(source, FileSource)
         loading: Future[None] = Future()
         delay_s = self._profile.load_s * self._random.uniform(0.2, 2.0)
