@@ -365,7 +365,7 @@ class Fleet:
 
 
 class AsyncFleet:
-    """The same client with coroutines."""
+    """A client with the methods of `Fleet` as coroutines."""
 
     def __init__(self, url: str, admin_key: str | None = None) -> None:
         self._address = HttpAddress.of(url)

@@ -167,9 +167,9 @@ class RouteConfig:
     workers: tuple[WorkerAddress, ...] = ()  # initial workers; others may join later
     workers_file: Path | None = None  # lines of `URL [role]`, read again when it changes
     host: str = "127.0.0.1"  # address to bind
-    policy: str = "cache_aware"  # for mixed workers
-    prefill_policy: str = "cache_aware"  # for prefill workers
-    decode_policy: str = "least_tokens"  # for decode workers
+    policy: str = "cache_aware"  # placement policy for mixed workers
+    prefill_policy: str = "cache_aware"  # placement policy for prefill workers
+    decode_policy: str = "least_tokens"  # placement policy for decode workers
     index_nodes: int = 1_000_000  # size of the prefix index
     max_in_flight: int | None = None  # requests at once; None: the workers' capacity
     max_queue: int = 1024  # requests that may wait beyond those
@@ -178,15 +178,17 @@ class RouteConfig:
     preempt_retry_count: int = 3  # how often a preempted answer may move to another worker
     preempt_retry_exclude_decode: bool = True  # do not move it back to the worker that preempted it
     patience_s: float = 30.0  # how long to wait for a worker when none is ready
-    connect_timeout_s: float = 2.0  # for a connection to a worker
-    first_byte_timeout_s: float = 600.0  # for workers that send nothing while they compute
-    idle_timeout_s: float = 60.0  # between two bytes of a stream
+    connect_timeout_s: float = 2.0  # how long connecting to a worker may take
+    first_byte_timeout_s: float = (
+        600.0  # how long a worker may take to send the first byte, if it sends no keep-alives
+    )
+    idle_timeout_s: float = 60.0  # longest time between two bytes of a stream
     client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected
     probe_interval_s: float = 1.0  # time between two probes of a worker
-    probe_timeout_s: float = 2.0  # for the answer to a probe
+    probe_timeout_s: float = 2.0  # how long a worker may take to answer a probe
     silence_s: float = 10.0  # how long a worker may send nothing before its answers are resumed elsewhere
-    control_timeout_s: float = 30.0  # for one worker to answer a control call
-    ticket_timeout_s: float = 10.0  # for a prefill worker to return a ticket for its KV
+    control_timeout_s: float = 30.0  # how long a worker may take to answer a control call
+    ticket_timeout_s: float = 10.0  # how long a prefill worker may take to return a ticket for its KV
     disaggregate_tokens: int = 256  # prompts with fewer uncached tokens are computed by the decode worker
     drain_timeout_s: float = 30.0  # how long requests may take to finish at shutdown
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)  # by tenant

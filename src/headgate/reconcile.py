@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 class CatchUpStep(Enum):
     PAUSE = auto()  # because the group is paused
-    PAUSE_FOR_UPDATE = auto()  # for the time of an update, while the group is running
+    PAUSE_FOR_UPDATE = auto()  # pause only for the time of the update, because the group is running
     UPDATE = auto()  # load the desired weights
     RESUME = auto()
     EXCLUDE = auto()  # send it no requests, because its weights are outdated and the desired ones cannot be sent

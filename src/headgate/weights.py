@@ -42,7 +42,7 @@ from headgate.device.weights.loading import DTYPES, OpenFile
 from headgate.errors import RequestError
 from headgate.protocol.command import Backend, BroadcastSource, FileSource, SharedMemorySource
 
-SHARED_MEMORY = Path("/dev/shm")  # in a folder of its own, by `scratch.folder`  # nosec B108
+SHARED_MEMORY = Path("/dev/shm")  # `scratch.folder` creates a private folder there  # nosec B108
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from headgate.bench.trial import Trial
 from headgate.errors import HeadgateError, RequestError
 
 CHAT = "/v1/chat/completions"
-SHORT_WORDS = 8  # in a prompt of the overhead test
+SHORT_WORDS = 8  # number of words in a prompt of the overhead test
 
 Message = dict[str, str]
 Send = Callable[[str, list[Message]], Awaitable[TimedReply]]  # takes a URL and messages

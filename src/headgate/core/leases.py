@@ -17,7 +17,7 @@ class Lease:
     id: int
     generation: int
     sequence: int
-    version: int  # of the weights that computed its KV
+    version: int  # version of the weights that computed its KV
     blocks: tuple[int, ...]
     until_s: float
 

@@ -13,7 +13,7 @@ class SchedulerLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     exports: bool = True  # other engines can fetch KV from this one
-    adapters: frozenset[str] = frozenset()  # that are loaded beside the base model
+    adapters: frozenset[str] = frozenset()  # adapters that are loaded beside the base model
     takes_grammars: bool = True  # the device can constrain an answer to a grammar
     patience_s: float = 60.0  # a request without a deadline is queued as if it were due after this time
     lease_s: float = 30.0  # how long KV is kept for an engine that does not renew its lease

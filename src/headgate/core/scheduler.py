@@ -40,7 +40,7 @@ LOST: tuple[FinishReason, Cause] = ("abort", "transfer_failed")
 
 
 class Flow(Enum):
-    """What may be scheduled."""
+    """Which sequences may be scheduled."""
 
     RUN = auto()
     DRAIN = auto()  # only sequences that have already started
@@ -52,7 +52,7 @@ class SchedulerCounters:
     """Totals since the start."""
 
     preemptions: int = 0
-    prompt_tokens: int = 0  # of admitted sequences; all of them are looked up in the prefix cache
+    prompt_tokens: int = 0  # tokens of admitted sequences; all are looked up in the prefix cache
     cached_tokens: int = 0  # those of `prompt_tokens` that the prefix cache had
     output_tokens: int = 0  # tokens generated, delivered or not
     leases_expired: int = 0

@@ -79,7 +79,7 @@ class Sequence:
 
     @property
     def prompt_only(self) -> bool:
-        """Whether it computes its prompt, for its log-probabilities or the prefix cache, and samples nothing."""
+        """Whether this sequence only computes its prompt, for log-probabilities or the cache, and samples nothing."""
         return self.request.sampling.max_tokens == 0 and not self.exports
 
     @property

@@ -56,10 +56,10 @@ class Chunk:
     """The tokens that have arrived since the last chunk; several if the reader was slow. The last has `ended` set."""
 
     tokens: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights, one per token
+    versions: list[int] = field(default_factory=list)  # version of the weights, one per token
     logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if requested
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    ticket: Ticket | None = None  # for the KV of the prompt, if it is exported
+    ticket: Ticket | None = None  # names the KV of the prompt, if it is exported
     ended: Ended | None = None
 
 
@@ -194,7 +194,7 @@ class EngineClient:
         numbers: Iterator[int] | None = None,
     ) -> None:
         self.info = info
-        self._name = name  # for logs
+        self._name = name  # the engine's name in logs
         self.lost: EngineDead | None = None
         self._channel = channel
         self._client = client

@@ -67,7 +67,7 @@ class FleetWeights:
 
     version: int = 0
     source: Source | None = None  # None: the model's own weights
-    stamps: Stamps = field(default_factory=dict)  # of the files of `source`; they show whether a file has changed
+    stamps: Stamps = field(default_factory=dict)  # show whether the files of `source` have changed
 
     def to_start_with(self, start: EngineStart) -> EngineStart:
         """Return `start` with these weights if their files are unchanged, else `start` as it is."""
@@ -104,7 +104,7 @@ class Replicas:
         # the engine that has replaced it.
         self._numbers = count(1)
         self.replicas = [Replica(i, f"ipc://{folder}/engine-{i}.sock") for i in range(engines)]
-        self._streams: dict[MovingStream, None] = {}  # in the order of opening
+        self._streams: dict[MovingStream, None] = {}  # open streams, oldest first
         self._weights = FleetWeights()
         self.asked: Pause | Resume | None = None  # the last pause or resume sent to all engines
         self._info: EngineInfo | None = None

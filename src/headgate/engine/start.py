@@ -20,4 +20,4 @@ class EngineStart(msgspec.Struct, frozen=True):
     log_format: LogFormat = "text"
     name: str = "engine"
     weights: FileSource | None = None  # loaded instead of the model's own weights
-    version: int = 0  # of `weights`
+    version: int = 0  # version of `weights`

@@ -60,7 +60,7 @@ class ModelSpec:
     max_positions: int
     rms_eps: float
     rope: Rope
-    dtype: torch.dtype  # of the checkpoint
+    dtype: torch.dtype  # dtype of the checkpoint
     tied: bool = False  # the output matrix is the embedding
     eos_ids: tuple[int, ...] = ()
 

@@ -21,7 +21,7 @@ class RouterCounters:
         self.chosen: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.left: Counter[str] = Counter()  # requests whose client left before their end, by cause
-        self.attempts: Counter[tuple[str, str]] = Counter()  # by worker and outcome
+        self.attempts: Counter[tuple[str, str]] = Counter()  # (worker, outcome) -> number of attempts
 
     def moved(self, *, resumed: bool) -> None:
         if resumed:

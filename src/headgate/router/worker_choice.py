@@ -46,7 +46,7 @@ class WorkerChooser:
             "prefill": POLICIES[config.prefill_policy](),
             "decode": POLICIES[config.decode_policy](),
         }
-        self._keyed: TenantStore[Worker] = TenantStore(MAX_KEYS)  # by Idempotency-Key
+        self._keyed: TenantStore[Worker] = TenantStore(MAX_KEYS)  # Idempotency-Key -> worker
 
     def choose(self, exchange: Exchange, retry_state: RetryState | None) -> Placement | None:
         info, resuming = exchange.info, bool(exchange.moves and exchange.journal.choices)

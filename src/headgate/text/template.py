@@ -39,7 +39,7 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._limits = limits or TemplateLimits()
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
-        self.source = "\n".join(named.values())  # of all templates, for detecting the tool call format
+        self.source = "\n".join(named.values())  # the text of all templates, for detecting the tool call format
         sandbox = Sandbox(now)
         self._templates = {name: sandbox.load(name, source) for name, source in named.items()}
 

@@ -15,7 +15,7 @@ from headgate.contract.operations.table import RESTARTED
 from headgate.errors import RequestError
 from headgate.router.data_path.fast_path import PYTHON, Peek
 
-BYTES_PER_TOKEN: Final = 4  # in English text; precise enough to compare the load of workers
+BYTES_PER_TOKEN: Final = 4  # as in English text; precise enough to compare the load of workers
 
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # raised for invalid bodies
 

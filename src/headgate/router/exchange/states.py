@@ -40,7 +40,7 @@ from typing import Final
 
 
 class State(Enum):
-    __hash__ = object.__hash__  # of its identity; that of Enum is computed in Python
+    __hash__ = object.__hash__  # hashes by identity; the hash of Enum is computed in Python, which is slow
 
     QUEUED = auto()
     PLACING = auto()
@@ -59,7 +59,7 @@ QUEUED, PLACING, ASKING, STREAMING, CLOSED = State.QUEUED, State.PLACING, State.
 
 
 class Event(Enum):
-    __hash__ = object.__hash__  # of its identity; that of Enum is computed in Python
+    __hash__ = object.__hash__  # hashes by identity; the hash of Enum is computed in Python, which is slow
 
     ADMITTED = auto()
     REFUSED = auto()  # admission raised an error
@@ -84,7 +84,7 @@ class Event(Enum):
 
 
 class Action(Enum):
-    __hash__ = object.__hash__  # of its identity; that of Enum is computed in Python
+    __hash__ = object.__hash__  # hashes by identity; the hash of Enum is computed in Python, which is slow
 
     ADMIT = auto()
     PLACE = auto()

@@ -73,7 +73,7 @@ class MovedRequests:
     """Ended requests that have moved, for later queries."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], MovedRequest] = OrderedDict()  # by tenant and id
+        self._kept: OrderedDict[tuple[str, str], MovedRequest] = OrderedDict()  # (tenant, id) -> request
 
     def keep(self, tenant: str, id: str, moved: MovedRequest) -> None:
         self._kept[tenant, id] = moved

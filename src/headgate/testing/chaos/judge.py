@@ -37,7 +37,7 @@ class AnswerJudge:
     reference: ReferenceAnswers
     pauses: list[PauseInterval] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)  # ids whose abort was requested
-    weights: dict[int, WeightsName] = field(default_factory=lambda: {0: "a"})  # by version
+    weights: dict[int, WeightsName] = field(default_factory=lambda: {0: "a"})  # version -> weights
     ends: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     explained: Counter[str] = field(default_factory=Counter)

@@ -276,7 +276,7 @@ class SimNetwork:
         self._healed = asyncio.Event()
         self._slow: dict[frozenset[str], float] = {}
         self.damage: KvDamage | None = None
-        self.damage_counts: Counter[str] = Counter()  # by kind of damage to KV
+        self.damage_counts: Counter[str] = Counter()  # kind of damage to KV -> how often it happened
         self.splits = 0
 
     # -- delays and damage ----------------------------------------------------------------
