@@ -179,9 +179,7 @@ class RouteConfig:
     preempt_retry_exclude_decode: bool = True  # do not move it back to the worker that preempted it
     patience_s: float = 30.0  # how long to wait for a worker when none is ready
     connect_timeout_s: float = 2.0  # how long connecting to a worker may take
-    first_byte_timeout_s: float = (
-        600.0  # how long a worker may take to send the first byte, if it sends no keep-alives
-    )
+    first_byte_timeout_s: float = 600.0  # how long a worker without keep-alives may take to send its first byte
     idle_timeout_s: float = 60.0  # longest time between two bytes of a stream
     client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected
     probe_interval_s: float = 1.0  # time between two probes of a worker
