@@ -71,9 +71,9 @@ def ask(model, monkeypatch):
     app = scripted_app(model, ScriptedEngines(ended), max_choices=MAX_CHOICES)
     jobs: list[ChoiceJob] = []
 
-    async def collect(api: Any, record: Any, submitted: Sequence[ChoiceJob]) -> list[Piece]:
+    async def collect(api: Any, record: Any, submitted: Sequence[ChoiceJob], run: Any) -> list[Piece]:
         jobs.extend(submitted)
-        return await generation.collect(api, record, submitted)
+        return await generation.collect(api, record, submitted, run)
 
     monkeypatch.setattr(serve, "collect", collect)
 

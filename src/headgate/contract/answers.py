@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headgate.contract.errors import Problem
+from headgate.contract.tickets import KeptKv
 
 
 class BaseChoice(msgspec.Struct, kw_only=True):
@@ -120,6 +121,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_token_ids: Sequence[int] | UnsetType = UNSET  # as in vLLM; on request
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # as in vLLM; on request
+    kv_transfer_params: KeptKv | UnsetType | None = UNSET  # if the request has `do_remote_decode`
     error: Problem | UnsetType = UNSET  # why the answer was cut short, if the client requested strict values
 
 
@@ -149,6 +151,7 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: KeptKv | UnsetType | None = UNSET  # if the request has `do_remote_decode`
     error: Problem | UnsetType = UNSET  # why the answer was cut short, if the client requested strict values
 
 

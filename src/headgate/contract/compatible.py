@@ -112,7 +112,7 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     # Adapters, KV, sessions, placement.
     *_fields("lora_path", (*CHOICES, "sglang"), WEIGHTS),
     *_fields("lora_id", ("sglang",), WEIGHTS),
-    *_fields("kv_transfer_params", (*OPENAI, "vllm"), KV),
+    *_fields("kv_transfer_params", ("responses",), KV),
     *_fields("ec_transfer_params", (*OPENAI, "vllm"), KV),
     *_fields("bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key", (*CHOICES, "sglang"), KV),
     *_fields("session_params", (*CHOICES, "sglang"), "nothing is stored"),

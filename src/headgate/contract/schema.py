@@ -16,7 +16,7 @@ from msgspec import Meta
 from headgate.contract.compatible import takes_compatible
 from headgate.contract.decoding import convert
 from headgate.contract.sampling import Count, MostLogprobs, Size, TokenId, accepts
-from headgate.contract.tickets import KvTicket, Version
+from headgate.contract.tickets import KvTicket, KvTransferParams, Version
 from headgate.errors import RequestError
 from headgate.protocol.output import Cause, FinishReason
 
@@ -93,6 +93,7 @@ class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     response_format: Object | None = None
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as `token_id:123`, as in vLLM
+    kv_transfer_params: KvTransferParams | None = None  # prefill and decode on different servers, as in vLLM
 
 
 # ---------------------------------------------------------------------------------------------------------------- chat

@@ -1,11 +1,15 @@
-"""KV tickets as JSON: one server issues a ticket for `export_kv`, and another accepts it as `kv_ticket`."""
+"""KV tickets as JSON: one server issues a ticket for `export_kv`, and another accepts it as `kv_ticket`.
+
+`kv_transfer_params` carries the same ticket between clients of vLLM: a proxy sends the whole request to a prefill server,
+copies `kv_transfer_params` of its answer into the request to a decode server, and reads nothing in it.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from headgate.contract.journal import VERSION_DIGITS
 from headgate.protocol.request import Ticket
@@ -39,4 +43,43 @@ def kv_ticket(ticket: Ticket) -> KvTicket:
         tokens=ticket.tokens,
         version=ticket.version,
         key=ticket.key.hex(),
+    )
+
+
+class KvTransferParams(msgspec.Struct, kw_only=True, frozen=True):
+    """What a request says about the other half of it. Members of other systems are ignored."""
+
+    do_remote_decode: bool | None = None  # another server will generate the answer: keep the KV of the prompt for it
+    do_remote_prefill: bool | None = None  # another server has computed the prompt
+    headgate_ticket: KvTicket | None = None
+
+
+class KeptKv(msgspec.Struct, kw_only=True, frozen=True):
+    """`kv_transfer_params` of an answer: those of the request to the decode server.
+
+    The `remote_` members describe the ticket in vLLM's words, for logs; a decode server reads only the ticket.
+    """
+
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+    remote_engine_id: str
+    remote_block_ids: list[int]  # blocks of the lease, counted from 0
+    remote_host: str
+    remote_port: int
+    headgate_ticket: KvTicket
+
+
+def kept_kv(asked: KvTransferParams | None, ticket: Ticket | None, block_size: int) -> KeptKv | UnsetType | None:
+    """The member of an answer, if the request asks for it; None if there is no ticket."""
+    if asked is None or not asked.do_remote_decode:
+        return UNSET
+    if ticket is None:
+        return None
+    host, _, port = ticket.engine.rpartition(":")
+    return KeptKv(
+        remote_engine_id=ticket.engine,
+        remote_block_ids=list(range(ticket.tokens // block_size)),
+        remote_host=host.strip("[]"),
+        remote_port=int(port),
+        headgate_ticket=kv_ticket(ticket),
     )

@@ -14,6 +14,7 @@ from headgate.contract.control import Label, SharedSource, TrainerGroup
 from headgate.contract.decoding import convert, decode
 from headgate.contract.sampling import TokenId
 from headgate.contract.schema import ResumeState, StreamOptions
+from headgate.contract.tickets import KvTransferParams
 from headgate.errors import RequestError
 from headgate.pickled import decode_base64
 from headgate.protocol.command import TAGS, Backend, JoinGroup, PauseMode, Tag, TensorSpec
@@ -202,4 +203,5 @@ class TokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None  # also the ids of the prompt
     priority: int | None = None
     cache_salt: str | None = None
+    kv_transfer_params: KvTransferParams | None = None
     resume: ResumeState | None = None  # our extension, as in every generation body

@@ -122,6 +122,8 @@ class WriterResponse(Response):
 async def _watch(receive: Receive, writer: ResponseWriter, state: Mapping[str, object]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    if writer.ended:
+        return  # the client has the whole answer, and the work may go on without it
     if writer.on_left is not None:
         writer.on_left("client_stalled" if state.get(STALLED) else "client_disconnect")
     raise ClientGone

@@ -71,7 +71,8 @@ def build_engine(
     )
     if device.followers is not None:
         device.followers.watch(loop.fail)
-    return Engine(_engine_info(config, device, scheduler.max_context), loop, device.executor, transport)
+    info = _engine_info(config, device, scheduler)
+    return Engine(info, loop, device.executor, transport)
 
 
 def _scheduler_limits(config: EngineConfig, device: Device, transport: Transport) -> SchedulerLimits:
@@ -91,9 +92,9 @@ def _scheduler_limits(config: EngineConfig, device: Device, transport: Transport
     )
 
 
-def _engine_info(config: EngineConfig, device: Device, max_context: int) -> EngineInfo:
+def _engine_info(config: EngineConfig, device: Device, scheduler: Scheduler) -> EngineInfo:
     return EngineInfo(
-        max_context=max_context,
+        max_context=scheduler.max_context,
         vocab_size=device.spec.vocab,
         eos_token_ids=device.spec.eos_ids,
         num_blocks=device.num_blocks,
@@ -103,6 +104,7 @@ def _engine_info(config: EngineConfig, device: Device, max_context: int) -> Engi
         backend=device.backend,
         dtype=device.dtype,
         ranks=config.tensor_parallel,
+        transfers_kv=scheduler.limits.exports,
     )
 
 

@@ -75,6 +75,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     backend: str
     dtype: str
     ranks: int = 1  # processes that compute the model together
+    transfers_kv: bool = True  # it can fetch KV from other engines, and they from it
 
 
 class TransferCounts(msgspec.Struct, frozen=True, array_like=True):

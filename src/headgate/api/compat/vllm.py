@@ -36,6 +36,7 @@ from headgate.contract.event_json import encode
 from headgate.contract.orders import Order
 from headgate.contract.sampling import VLLM_TO_COMPLETIONS, TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest
+from headgate.contract.tickets import KeptKv, kept_kv
 from headgate.contract.vllm import TokensRequest, abort_ids, flag, mode_of, sleep_tags, wake_tags
 from headgate.edge.gate import caller_of
 from headgate.edge.responses import json_response
@@ -120,6 +121,7 @@ class TokensResponse(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    kv_transfer_params: KeptKv | UnsetType | None = UNSET  # if the request has `do_remote_decode`
 
 
 async def generate(request: Request) -> Response:
@@ -134,7 +136,7 @@ async def generate(request: Request) -> Response:
 def _completion(asked: TokensRequest) -> CompletionRequest:
     fields: dict[str, Any] = {"prompt": asked.token_ids, "model": asked.model, "stream": asked.stream}
     fields |= {"request_id": asked.request_id, "priority": asked.priority, "cache_salt": asked.cache_salt}
-    fields["resume"] = asked.resume
+    fields |= {"resume": asked.resume, "kv_transfer_params": asked.kv_transfer_params}
     return completion_of(asked.sampling_params, fields, "sampling_params")
 
 
@@ -196,6 +198,8 @@ class VllmTokensFormat:
         for job, piece in zip(jobs, answers, strict=True):
             self._note(job, piece)
         answer.usage = self._usage()
+        block_size = self._api.engines.info.block_size
+        answer.kv_transfer_params = kept_kv(self._asked.kv_transfer_params, answers[0].ticket, block_size)
         if self._asked.return_token_ids:
             answer.prompt_token_ids = jobs[0].request.prompt
         if jobs[0].request.sampling.prompt_logprobs is not None:

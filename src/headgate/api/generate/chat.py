@@ -145,7 +145,7 @@ class ChatFormat(ChoicesFormat):
 
     def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
         choices = [self._choice(job, answer) for job, answer in zip(jobs, answers, strict=True)]
-        answer = ChatCompletion(choices=choices, **self._envelope())
+        answer = ChatCompletion(choices=choices, **self._envelope(answers))
         if self._body.return_token_ids:
             answer.prompt_token_ids = jobs[0].request.prompt
         if jobs[0].request.sampling.prompt_logprobs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,6 +17,7 @@ from headgate.api.state import Api
 from headgate.contract.answers import Usage
 from headgate.contract.event_json import encode
 from headgate.contract.schema import Sampled
+from headgate.contract.tickets import kept_kv
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError
 
@@ -37,6 +39,7 @@ class ChoicesFormat(ABC):
         self._fast_path = fast_path and not self._usage_in_chunks
         # The tokenizer that spells tokens in log-probabilities; None: they are written as ids.
         self._spelling = None if body.return_tokens_as_token_ids else api.tokenizer
+        self._transfer = body.kv_transfer_params
         self._counts: dict[int, int] = {}  # tokens so far, by choice; kept if every chunk reports them
         self._finishes: dict[int, Finish] = {}
         self._begun: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes before and after the text of a piece
@@ -76,13 +79,14 @@ class ChoicesFormat(ABC):
     def failure(self, error: HeadgateError) -> bytes:
         return error_event(error)
 
-    def _envelope(self) -> dict[str, Any]:
+    def _envelope(self, answers: Sequence[Piece]) -> dict[str, Any]:
         """The fields of a complete answer other than its choices, which must have been built before."""
         return {
             "id": self._id,
             "created": self._context.created,
             "model": self._api.model_name,
             "usage": self._usage(),
+            "kv_transfer_params": kept_kv(self._transfer, answers[0].ticket, self._api.engines.info.block_size),
             "error": cut_problem(self._finishes.values()) if self._context.strict else UNSET,
         }
 

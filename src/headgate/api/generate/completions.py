@@ -107,7 +107,7 @@ class CompletionFormat(ChoicesFormat):
             for choice, job, answer in zip(choices, jobs, answers, strict=True):
                 scores = answer.prompt_logprobs
                 choice.prompt_logprobs = prompt_logprobs(self._api.tokenizer, job.request.prompt, scores)
-        return encode(TextCompletion(choices=choices, **self._envelope()))
+        return encode(TextCompletion(choices=choices, **self._envelope(answers)))
 
     # -- both -------------------------------------------------------------------
 

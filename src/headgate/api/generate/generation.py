@@ -97,7 +97,8 @@ class Piece:
         self.logprobs += piece.logprobs
         self.offsets += piece.offsets
         self.prompt_logprobs += piece.prompt_logprobs
-        self.finish = piece.finish
+        self.finish = piece.finish or self.finish
+        self.ticket = piece.ticket or self.ticket
         if piece.generated_ids is not None:
             # The server that continues sends the complete text, so none of it is sent here.
             self.text, self.generated_ids = "", piece.generated_ids
@@ -345,12 +346,15 @@ async def run_all(api: Api, record: Record, jobs: Sequence[ChoiceJob], emit: Emi
         raise innermost(failures) from None
 
 
-async def collect(api: Api, record: Record, jobs: Sequence[ChoiceJob]) -> list[Piece]:
+Run = Callable[[Api, Record, Sequence[ChoiceJob], Emit], Awaitable[None]]
+
+
+async def collect(api: Api, record: Record, jobs: Sequence[ChoiceJob], run: Run = run_all) -> list[Piece]:
     """Run all choices. Returns their complete answers in the order of `jobs`."""
     answers = {job.index: Piece() for job in jobs}
 
     async def keep(job: ChoiceJob, piece: Piece) -> None:
         answers[job.index].add(piece)
 
-    await run_all(api, record, jobs, keep)
+    await run(api, record, jobs, keep)
     return list(answers.values())

@@ -11,9 +11,9 @@ import msgspec
 
 from headgate.api.generate.generation import ChoiceJob, Finish, Resumed
 from headgate.contract.sampling import SamplingParams, TextParams
-from headgate.contract.schema import Generation, ResumedChoice
+from headgate.contract.schema import Generation, ResumedChoice, Sampled
 from headgate.errors import RequestError
-from headgate.protocol.request import GenerateRequest
+from headgate.protocol.request import GenerateRequest, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,14 @@ def make_jobs(
     if body.generated_token_ids and len(prompts) * n > 1:
         raise RequestError("generated_token_ids goes with one choice only", param="generated_token_ids")
     _check_kv(body, len(prompts) * n)
-    seeds = _seeds(sampling.seed)
+    seeds, tickets = _seeds(sampling.seed), _tickets(body)
     resumed = _resumed(body, sampling, [len(prompt.token_ids) for prompt in prompts for _ in range(n)])
     return [
         ChoiceJob(
             index=index,
-            request=_request(body, prompt, _sampling(body, sampling, next(seeds), resumed.get(index))),
+            request=_request(
+                body, prompt, _sampling(body, sampling, next(seeds), resumed.get(index)), tickets.get(index)
+            ),
             stop=text.stop,
             include_stop=text.include_stop_str_in_output,
             skip_special=text.skip_special_tokens,
@@ -155,7 +157,15 @@ def _check_kv(body: Generation, choices: int) -> None:
         raise RequestError(f"{name} goes with one choice only", param=name)
 
 
-def _request(body: Generation, prompt: Prompt, sampling: SamplingParams) -> GenerateRequest:
+def _tickets(body: Generation) -> dict[int, Ticket]:
+    """The ticket, by choice. It can be used once; further choices find the prompt in the prefix cache or compute it."""
+    given, params = body.kv_ticket, body.kv_transfer_params if isinstance(body, Sampled) else None
+    if given is None and params is not None and params.do_remote_prefill and not body.export_kv:
+        given = params.headgate_ticket  # None if another system's server computed the prompt: it is computed here
+    return {} if given is None else {0: given.to_engine()}
+
+
+def _request(body: Generation, prompt: Prompt, sampling: SamplingParams, ticket: Ticket | None) -> GenerateRequest:
     try:
         return GenerateRequest(
             0,
@@ -166,7 +176,7 @@ def _request(body: Generation, prompt: Prompt, sampling: SamplingParams) -> Gene
             timeout_s=body.deadline_ms / 1000 if body.deadline_ms is not None else None,
             salt=body.cache_salt or "",
             export_kv=bool(body.export_kv),
-            ticket=None if body.kv_ticket is None else body.kv_ticket.to_engine(),
+            ticket=ticket,
         )
     except ValueError as error:
         raise RequestError(str(error), param="prompt", code="invalid_value") from None

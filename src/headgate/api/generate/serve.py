@@ -20,9 +20,10 @@ from headgate.api.accounting.ledger import NO_TRACE, PREFILL, Record
 from headgate.api.bodies import Charge
 from headgate.api.generate.answer_format import AnswerFormat, ResumableFormat
 from headgate.api.generate.export import ExportFormat
-from headgate.api.generate.generation import ChoiceJob, Piece, collect, run_all
+from headgate.api.generate.generation import ChoiceJob, Piece, Run, collect, run_all
 from headgate.api.generate.idempotency import replays_of
 from headgate.api.generate.journal import StreamJournal, WholeJournal, asked_at, seed_of
+from headgate.api.generate.kept_kv import KvOffer, asks_to_keep
 from headgate.api.generate.load_header import LoadHeader, load_header_of
 from headgate.api.state import Api, api_of
 from headgate.contract.control import LEAST_VERSION_HEADER, version_in
@@ -31,7 +32,7 @@ from headgate.contract.journal import HEADER
 from headgate.contract.sampling import set_if_absent
 from headgate.contract.schema import Generation
 from headgate.contract.trace_context import PARENT, STATE, TraceContext, trace_context
-from headgate.edge.sse import ResponseWriter, WriterResponse
+from headgate.edge.sse import ResponseWriter, WriterResponse, innermost
 from headgate.engine.moving_stream import DEADLINE_GRACE_S
 from headgate.errors import EngineDead, HeadgateError, RequestError
 from headgate.protocol.keys import tenant_salt
@@ -66,6 +67,7 @@ class RequestContext:
     timeout_s: float | None = None  # from arrival
     load_header: LoadHeader | None = None  # if the client requests it
     trace: TraceContext = NO_TRACE
+    keeps_kv: bool = False  # another server will generate the rest of the answer
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -100,6 +102,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         timeout_s=None if body.deadline_ms is None else body.deadline_ms / 1000,
         least_version=_least_version(request.headers.get(LEAST_VERSION_HEADER)),
         load_header=load_header_of(request),
+        keeps_kv=asks_to_keep(api, body),
         trace=trace_context(request.headers.getlist(PARENT), request.headers.getlist(STATE)),
     )
     if request.headers.get(PREFILL_HEADER) is not None and body.export_kv:
@@ -137,6 +140,18 @@ def check_model(api: Api, name: str | None) -> None:
 async def _serve(
     api: Api, context: RequestContext, kind: str, choices: int, prepare: Prepare, writer: ResponseWriter
 ) -> None:
+    if not context.keeps_kv:
+        return await _answer(api, context, kind, choices, prepare, writer, run_all)
+    try:
+        async with asyncio.TaskGroup() as tasks:  # ends when the KV was fetched or dropped
+            await _answer(api, context, kind, choices, prepare, writer, KvOffer(tasks).run)
+    except BaseExceptionGroup as failures:
+        raise innermost(failures) from None
+
+
+async def _answer(
+    api: Api, context: RequestContext, kind: str, choices: int, prepare: Prepare, writer: ResponseWriter, run: Run
+) -> None:
     try:
         if api.engines.version < context.least_version:
             raise EngineDead(
@@ -162,13 +177,13 @@ async def _serve(
             if jobs[0].request.export_kv:
                 await _stream(api, record, jobs, ExportFormat(), writer)
             elif context.journal and (not context.stream or isinstance(answer_format, ResumableFormat)):
-                await _journal(api, context, record, jobs, answer_format, writer)
+                await _journal(api, context, record, jobs, answer_format, writer, run)
             elif any(job.resumed for job in jobs):
                 raise RequestError("streams of this endpoint cannot be resumed; leave it out", param="resume")
             elif context.stream:
                 await _stream(api, record, jobs, answer_format, writer)
             else:
-                answer = answer_format.whole(jobs, await collect(api, record, jobs))
+                answer = answer_format.whole(jobs, await collect(api, record, jobs, run))
                 await _add_load(context, writer)
                 await writer.send_json(answer)
     except HeadgateError:
@@ -223,6 +238,7 @@ async def _journal(
     jobs: Sequence[ChoiceJob],
     answer_format: AnswerFormat,
     writer: ResponseWriter,
+    run: Run,
 ) -> None:
     writer.headers.append((HEADER.lower().encode(), b"1"))
     journal = (
@@ -230,7 +246,7 @@ async def _journal(
     )
     try:
         async with writer.kept_alive(api.settings.keep_alive_s):
-            await run_all(api, record, jobs, journal.send)
+            await run(api, record, jobs, journal.send)
         await journal.close()
     except HeadgateError as error:
         if writer.started:
