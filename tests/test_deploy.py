@@ -193,6 +193,54 @@ def test_the_grace_period_covers_a_pause_a_drain_and_the_final_answers():
     assert pod()["terminationGracePeriodSeconds"] >= pause_s + options.drain_timeout + 2 * FINAL_SEND_S
 
 
+# ----------------------------------------------------------------------------------------------------------- gateway
+
+
+def gateway(name: str) -> dict[str, Any]:
+    (document,) = documents(DEPLOY / "gateway" / name)
+    return document
+
+
+def plugin_parameters(type: str) -> dict[str, Any]:
+    (plugin,) = [each for each in gateway("epp-config.yaml")["plugins"] if each["type"] == type]
+    return plugin["parameters"]
+
+
+def test_the_endpoint_picker_reads_metrics_that_every_server_exports():
+    parameters = plugin_parameters("core-metrics-extractor")
+    (engine,) = parameters["engineConfigs"]
+    assert parameters["defaultEngine"] == engine.pop("name")
+    specs = {"queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec", "cacheInfoSpec"}
+    assert set(engine) == specs and set(engine.values()) <= exported()
+    assert plugin_parameters("metrics-data-source")["path"] in {route.path for route in ROUTES}
+
+
+def test_the_endpoint_picker_uses_only_plugins_that_it_declares():
+    config = gateway("epp-config.yaml")
+    (profile,) = config["schedulingProfiles"]
+    used = [each["pluginRef"] for each in profile["plugins"]]
+    assert used and set(used) <= {plugin["type"] for plugin in config["plugins"]}
+    assert all(each["weight"] > 0 for each in profile["plugins"])
+
+
+def test_the_pool_selects_the_pods_and_their_port():
+    (stateful,) = [each for each in manifests() if each["kind"] == "StatefulSet"]
+    labels, (port,) = stateful["spec"]["template"]["metadata"]["labels"], container()["ports"]
+    pool, servers = gateway("inferencepool.yaml")["spec"], gateway("values.yaml")["router"]["modelServers"]
+    assert set(pool) == {"targetPorts", "selector", "endpointPickerRef"}  # what the schema of v1 requires
+    for selected, ports in (
+        (pool["selector"]["matchLabels"], pool["targetPorts"]),
+        (servers["matchLabels"], servers["targetPorts"]),
+    ):
+        assert selected.items() <= labels.items() and ports == [{"number": port["containerPort"]}]
+
+
+def test_the_documented_command_installs_the_configuration_that_the_values_name():
+    named = gateway("values.yaml")["router"]["epp"]["pluginsConfigFile"].replace(".", r"\.")
+    shown = (DEPLOY.parent / "docs/deployment.md").read_text()
+    assert f"router.epp.pluginsCustomConfig.{named}=deploy/gateway/epp-config.yaml" in shown
+
+
 # --------------------------------------------------------------------------------------------------- flags and files
 
 
