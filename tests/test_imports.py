@@ -90,7 +90,7 @@ MAY_IMPORT = {
         "reconcile",
     },
     "cluster": {"cluster", "errors"},
-    "integrations": {"integrations", "client", "weights", "protocol", "errors"},
+    "integrations": {"integrations", "client", "cluster", "weights", "protocol", "errors"},
 }
 
 # module -> what it may import in addition
@@ -106,7 +106,7 @@ ONLY_IN = {
     "torch": {"device", "layers", "models", "transfer", "testing", "integrations", "weights.py", "doctor.py"},
     "zmq": {"engine/channel.py", "transfer"},
     "nixl": {"transfer/staging.py"},
-    "ray": {"cluster/ray.py"},
+    "ray": {"cluster/ray.py", "integrations/verl.py"},
     "starlette": {"api", "edge", "router"},
     "asyncio": {
         "api",
@@ -122,6 +122,8 @@ ONLY_IN = {
         "client.py",
         "httpclient.py",
         "cluster",
+        "integrations/verl.py",
+        "integrations/verl_server.py",
         "listening.py",
         "turns.py",
         "testing/chaos",

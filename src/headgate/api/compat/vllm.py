@@ -83,7 +83,7 @@ async def is_sleeping(request: Request) -> Response:
 
 async def reset_prefix_cache(request: Request) -> Response:
     followed(await controls_of(request).flush())
-    return Response()
+    return json_response({"success": True})
 
 
 async def abort_requests(request: Request) -> Response:

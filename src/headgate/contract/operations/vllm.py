@@ -33,9 +33,7 @@ SLEEP: Final = _vllm(
 )
 WAKE_UP: Final = _vllm("POST", "/wake_up", Access.ADMIN, AskAll(resumes=True, moves_memory=True), answer=None)
 IS_SLEEPING: Final = _vllm("GET", "/is_sleeping", Access.TENANT, RouterHandler())
-RESET_PREFIX_CACHE: Final = _vllm(
-    "POST", "/reset_prefix_cache", Access.ADMIN, AskAll(drops_prefixes=True), answer=None
-)
+RESET_PREFIX_CACHE: Final = _vllm("POST", "/reset_prefix_cache", Access.ADMIN, AskAll(drops_prefixes=True))
 INIT_WEIGHT_TRANSFER_ENGINE: Final = _vllm(
     "POST", "/init_weight_transfer_engine", Access.ADMIN, AskAll(assigns_ranks=True), body=InitTransfer
 )
