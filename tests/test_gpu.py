@@ -125,6 +125,48 @@ def test_log_probabilities_in_bfloat16_are_close_to_those_in_float32(folder):
     assert abs(expected.logprobs[0].token - found.logprobs[0].token) < 0.2
 
 
+@pytest.mark.parametrize("options", [{}, {"prompt_graphs": True}, {"graphs": False}])
+@pytest.mark.parametrize("adjusted", [False, True])
+@pytest.mark.parametrize("logprobs", [0, 3])
+def test_log_probabilities_in_every_mode_are_those_of_the_cpu(folder, options, adjusted, logprobs):
+    """Batches without adjusted rows are drawn and scored by the graph alone."""
+    cases = [
+        {"temperature": temperature, "logprobs_mode": mode, **each}
+        for temperature in (0.0, 0.6, 1.0)
+        for mode in ("raw", "scaled", "processed")
+        for each in (ADJUSTED if adjusted else [{}])
+    ]
+    asked = prompts(*[20 + i for i in range(len(cases))])
+    params = [SamplingParams(max_tokens=12, seed=i, logprobs=logprobs, **each) for i, each in enumerate(cases)]
+    params += [SamplingParams(max_tokens=12, seed=9)]  # one row without log-probabilities
+    asked += prompts(9)
+    found = []
+    for each in ({"device": "cpu", "backend": "torch"}, {"device": "cuda"} | options):
+        with LLM(folder, dtype="float32", kv_blocks=400, **each) as llm:
+            found.append(llm.generate(asked, params, progress=False))
+    assert found[0][-1].logprobs is None and found[1][-1].logprobs is None
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        for expected, score in zip(one.logprobs or [], other.logprobs or [], strict=True):
+            assert score.token == pytest.approx(expected.token, abs=1e-4)
+            assert score.top_ids == expected.top_ids
+            assert list(score.top) == pytest.approx(list(expected.top), abs=1e-4)
+
+
+def test_prompts_are_scored_as_on_the_cpu_without_an_answer_and_after_a_prefix_hit(folder):
+    asked, found = prompts(1, 2, 40, 100), []
+    for device in ("cpu", "cuda"):
+        with LLM(folder, device=device, dtype="float32", kv_blocks=64) as llm:
+            llm.generate(asked, GREEDY, progress=False)  # caches the prompts
+            for start in (0, 50):
+                params = SamplingParams(max_tokens=0, prompt_logprobs=2, prompt_logprobs_start=start)
+                found.append([answer.prompt_logprobs for answer in llm.generate(asked, params, progress=False)])
+    for expected, scores in zip(found[:2], found[2:], strict=True):
+        for one, other in zip(expected, scores, strict=True):
+            values = [[each and each.token for each in answer] for answer in (one, other)]
+            assert [None if value is None else pytest.approx(value, abs=1e-4) for value in values[0]] == values[1]
+
+
 @pytest.mark.parametrize("fp8", ["weights", "kv", "both"])
 def test_log_probabilities_in_fp8_stay_close(wide_folder, fp8):
     asked = prompts(60, 5, 300, *[20] * 70)

@@ -38,6 +38,19 @@ WAYS: dict[str, dict[str, Any]] = {
         "logit_bias": {7: 2.0},
     },
     "penalties, top_p": {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.4},
+    "min_p": {"temperature": 0.6, "min_p": 0.05},
+    "repetition penalty": {"temperature": 1.0, "repetition_penalty": 1.5},
+    "bias, top_p": {"temperature": 1.0, "top_p": 0.7, "logit_bias": {3: -100.0, 7: 4.0}},
+    "everything": {
+        "temperature": 0.6,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "logit_bias": {9: 1.0},
+    },
 }
 TOLERANCE = 1e-4
 
@@ -104,6 +117,60 @@ def test_all_modes_side_by_side_give_the_values_of_transformers(folder, backend,
                 check(folder, text, answer, one)
         counters = llm.engine.scheduler.counters
         assert counters.cached_tokens > 0 and (squeeze is not CROWDED or counters.preemptions > 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_grammar_takes_its_share_before_the_filters(folder, mode):
+    """The tokens that the grammar forbids are excluded from every distribution but the raw one."""
+    params = SamplingParams(
+        temperature=0.6, top_p=0.8, seed=1, max_tokens=6, logprobs=4, logprobs_mode=mode, grammar="start: /[a-f]+/"
+    )
+    prompt = prompts(1)[0]
+    with LLM(folder, dtype="float32", **ROOMY) as llm:
+        (answer,) = llm.generate([prompt], params, progress=False)
+        allowed = [id for id in range(300) if llm.tokenizer.decode([id], skip_special=False).strip("abcdef") == ""]
+        allowed = [id for id in allowed if llm.tokenizer.decode([id], skip_special=False)]
+        stops = [*llm.engine.info.eos_token_ids]
+    tokens = [*prompt, *answer.token_ids]
+    logits = reference_logits(folder, tokens)
+    for i, (token, found) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True), len(prompt)):
+        masked = logits[i - 1].clone()
+        if mode != "raw":
+            forbidden = torch.ones_like(masked, dtype=torch.bool)
+            forbidden[allowed + (stops if i > len(prompt) else [])] = False
+            masked[forbidden] = -torch.inf
+        expected = distribution(masked, tokens[:i], len(prompt), params)
+        assert found.token == pytest.approx(float(expected[token]), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("squeeze", [ROOMY, CHUNKED, CROWDED], ids=["roomy", "chunked", "crowded"])
+def test_prompts_are_scored_with_the_values_of_transformers(folder, squeeze):
+    """With and without an answer, from the first token or a later one; found in the cache (second turn) and preempted."""
+    texts = prompts(16)
+    params = [
+        SamplingParams(max_tokens=24 * (i % 2), prompt_logprobs=i % 3, prompt_logprobs_start=(0, 1, 9)[i % 3], seed=i)
+        for i in range(len(texts))
+    ]
+    with LLM(folder, dtype="float32", **squeeze) as llm:
+        for _ in range(2):
+            answers = llm.generate(texts, params, progress=False)
+            for text, answer, one in zip(texts, answers, params, strict=True):
+                check_prompt(folder, text, answer, one)
+        counters = llm.engine.scheduler.counters
+        assert squeeze is not CROWDED or counters.preemptions > 0
+
+
+def check_prompt(folder: Path, prompt: list[int], answer: Any, params: SamplingParams) -> None:
+    expected = reference_logits(folder, prompt).float().log_softmax(-1)
+    assert len(answer.prompt_logprobs) == len(prompt)
+    for at, found in enumerate(answer.prompt_logprobs):
+        if at < max(1, params.prompt_logprobs_start):
+            assert found is None
+            continue
+        row = expected[at - 1]
+        assert found.token == pytest.approx(float(row[prompt[at]]), abs=TOLERANCE)
+        assert list(found.top) == pytest.approx(row.topk(params.prompt_logprobs).values.tolist(), abs=TOLERANCE)
+        assert found.rank == int((row > row[prompt[at]]).sum()) + 1
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from msgspec import structs
 
 from headgate.contract.sampling import SamplingParams
 from headgate.device.rows import Rows
@@ -94,6 +95,28 @@ def test_graphs_give_the_tokens_of_steps_without_graphs(folder):
     # Texts of 14 to 16 tokens, then of 3 + 9 and 3 + 8, then single ones.
     assert [*graphed._graphs.mixed._captured] == [64, 32]
     assert [*graphed._graphs.decode._captured] == [(4, 1024)]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("mode", ["raw", "scaled", "processed"])
+def test_graphs_give_the_log_probabilities_of_steps_without_graphs(folder, mode, monkeypatch):
+    unscored, *others = [SamplingParams(temperature=temperature, seed=2) for temperature in (0.5, 0.0, 0.5, 2.0)]
+    scored = [structs.replace(each, logprobs=0, logprobs_mode=mode) for each in others]
+    found = []
+    for graphed in (True, False):
+        runner = open_runner(folder, graphed)
+        if graphed:
+            monkeypatch.setattr(runner._sampler, "sample", None)  # the graph draws and scores by itself
+        texts = [Text(row, [row, 5, 6], params, blocks=[row]) for row, params in enumerate([unscored, *scored])]
+        plans = [
+            step_plan(0, [text.advance(3, True) for text in texts], joins=tuple(text.join() for text in texts)),
+            step_plan(1, [text.advance(1, True) for text in texts]),
+        ]
+        found.append([runner.run(plan) for plan in plans])
+    for one, other in zip(*found, strict=True):
+        assert one.tokens == other.tokens and [*one.logprobs] == [*other.logprobs] == [1, 2, 3]
+        for at, score in one.logprobs.items():
+            assert score.token == pytest.approx(other.logprobs[at].token, abs=1e-5)
 
 
 def test_a_mixed_step_that_scores_a_prompt_does_not_run_as_a_graph(folder):

@@ -398,7 +398,8 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     )
     tokens_before = paging.tokens.clone()
     # Row 4 at position 20; row 1 at position 32, where its table grows by block 77; padding.
-    bits = int(np.float32(0.7).view(np.int32))
+    # The log-probability of the second is requested, of its logits times 1.5.
+    bits = int(np.float32(0.7).view(np.int32)) | int(np.float32(1.5).view(np.int32)) << 32
     columns = [[4, 1, -1], [20, 32, -1], [-1, 77, -1], [0, bits, 0], [5, 6, 7], [1, 0, 2]]
     columns = torch.tensor(columns, device=device)
     longs = [torch.full((3,), nowhere, device=device) for _ in range(4)]
@@ -406,7 +407,7 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     tables = torch.full((3, 4), nowhere, dtype=torch.int32, device=device)
     starts, order = torch.arange(4, dtype=torch.int32, device=device), torch.zeros_like(contexts)
     batch = Batch(*longs[:3], starts, contexts, tables, 1, 64, order)
-    draw_inputs = DrawInputs(torch.full((3,), -1.0, device=device), longs[3])
+    draw_inputs = DrawInputs(torch.full((3,), -1.0, device=device), longs[3], torch.full((3,), -1.0, device=device))
     open_step(columns, paging, batch, draw_inputs)
 
     assert paging.tables[1, 2] == 77
@@ -419,11 +420,18 @@ def test_a_step_opens_from_rows_and_closes_into_them(device):
     assert order.tolist() == [1, 0, 2]
     assert draw_inputs.keys.tolist() == [5, 6, 7]
     assert draw_inputs.temperatures[:2].tolist() == [0.0, pytest.approx(0.7)]
+    assert draw_inputs.factors.tolist() == [0.0, 1.5, 0.0]
 
-    logits = torch.randn(3, 60, device=device)
-    drawn = torch.full((3,), nowhere, device=device)
-    greedy = DrawInputs(torch.zeros(3, device=device), draw_inputs.keys)
-    close_step(columns, paging, logits, greedy, Finalists(3, 60, device), drawn)
+    vocab = 5000  # several chunks
+    logits = torch.randn(3, vocab, device=device)
+    drawn, logprobs = torch.full((3,), nowhere, device=device), torch.full((3,), 9.0, device=device)
+    greedy = DrawInputs(torch.zeros(3, device=device), draw_inputs.keys, draw_inputs.factors)
+    close_step(columns, paging, logits, greedy, Finalists(3, vocab, device), drawn, logprobs)
     assert torch.equal(drawn, logits.argmax(-1))
+    assert logprobs.tolist() == [
+        9.0,
+        pytest.approx(float((1.5 * logits[1]).log_softmax(-1)[drawn[1]]), abs=1e-5),
+        9.0,
+    ]
     tokens_before[4, 21], tokens_before[1, 33] = drawn[0], drawn[1]
     assert torch.equal(paging.tokens, tokens_before)

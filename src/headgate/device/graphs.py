@@ -8,7 +8,8 @@ because decode graphs run slower next to them, for an unknown reason (see docs/p
 The host uploads a few numbers per slice and replays the graph, which reads everything else (tokens, block tables,
 positions) from the rows. Every address in a graph is fixed: rows, cache, weights, and the buffers below. Batches
 between two sizes are padded with slices of row -1, which read nothing and write nothing. A graph draws greedily or
-with Gumbel noise; the runner applies all other changes to the logits afterwards.
+with Gumbel noise, and computes the log-probability of the token it draws; the runner applies all other changes to the
+logits afterwards.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import numpy.typing as npt
 import torch
 
 from headgate.collector import collector_off
-from headgate.device.rows import Rows, upload
+from headgate.device.rows import Records, Rows, upload
 from headgate.device.sampling.draw import stream_keys
+from headgate.device.sampling.logprobs import score_factors
 from headgate.layers.backend import KV
 from headgate.layers.batch import Batch
 from headgate.layers.triton.draw import Finalists
@@ -68,6 +70,7 @@ class Prepared:
     step: Callable[[], torch.Tensor]
     columns: torch.Tensor  # [columns, size]: the step's inputs
     tokens: torch.Tensor  # [size]: the step's output
+    logprobs: torch.Tensor  # [size]: of the tokens, where requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Captured:
     columns: torch.Tensor  # [columns, size]
     logits: torch.Tensor  # [size, vocab], valid until the next replay of any graph
     tokens: torch.Tensor  # [size]
+    logprobs: torch.Tensor  # [size]: of the tokens, where requested; in the graph, no other token is scored
 
 
 class StepGraphs:
@@ -157,7 +161,9 @@ class Graphs(ABC, Generic[Kind]):
 
     def _capture(self, kind: Kind, prepared: Prepared) -> Captured:
         replay, logits = self._record(prepared.step)
-        captured = self._captured[kind] = Captured(replay, prepared.columns, logits, prepared.tokens)
+        captured = self._captured[kind] = Captured(
+            replay, prepared.columns, logits, prepared.tokens, prepared.logprobs
+        )
         return captured
 
 
@@ -195,17 +201,18 @@ class DecodeGraphs(Graphs[tuple[int, int]]):
         size, context = kind
         buffers, paging = self._buffers, self._buffers.paging
         batch, draw_inputs = buffers.batch(size, context), buffers.draw_inputs(size)
-        columns, tokens = buffers.columns[: COLUMNS * size].view(COLUMNS, size), buffers.tokens[:size]
+        columns = buffers.columns[: COLUMNS * size].view(COLUMNS, size)
+        tokens, logprobs = buffers.tokens[:size], buffers.logprobs[:size]
         columns.fill_(-1)
         columns[-1].copy_(torch.arange(size))
 
         def step() -> torch.Tensor:
             open_step(columns, paging, batch, draw_inputs)
             logits = self._model.logits(self._model(batch, self._kv))
-            close_step(columns, paging, logits, draw_inputs, buffers.finalists, tokens)
+            close_step(columns, paging, logits, draw_inputs, buffers.finalists, tokens, logprobs)
             return logits
 
-        return Prepared(step, columns, tokens)
+        return Prepared(step, columns, tokens, logprobs)
 
     def _columns(self, plan: StepPlan, size: int) -> npt.NDArray[np.int64]:
         """The inputs of `open_step`, one column per slice."""
@@ -215,7 +222,7 @@ class DecodeGraphs(Graphs[tuple[int, int]]):
         columns[1, :used] = plan.starts
         columns[2, :used] = self._rows.grow_in_place(plan)
         records = self._rows.sampling[columns[0, :used]]
-        columns[3, :used] = bits_of(records["temperature"])
+        columns[3, :used] = draw_bits(records)
         columns[4, :used] = stream_keys(records["seed"], columns[1, :used] + 1).view(np.int64)
         columns[5] = np.argsort(-columns[1], kind="stable")
         return columns
@@ -249,7 +256,7 @@ class MixedGraphs(Graphs[int]):
         buffers, slices = self._buffers, min(kind, self._rows.max_rows)
         batch, draw_inputs = buffers.batch(kind, slices), buffers.draw_inputs(slices)
         columns = buffers.columns[: MIXED_COLUMNS * slices].view(MIXED_COLUMNS, slices)
-        last, tokens = buffers.last[:slices], buffers.tokens[:slices]
+        last, tokens, logprobs = buffers.last[:slices], buffers.tokens[:slices], buffers.logprobs[:slices]
         columns.fill_(-1)
         columns[2:4] = 0
         columns[-1].copy_(torch.arange(slices))
@@ -257,10 +264,11 @@ class MixedGraphs(Graphs[int]):
         def step() -> torch.Tensor:
             open_mixed_step(columns, buffers.paging, batch, draw_inputs, last)
             logits = self._model.logits(self._model(batch, self._kv).index_select(0, last))
-            close_step(columns[CLOSING_COLUMN:], buffers.paging, logits, draw_inputs, buffers.finalists, tokens)
+            closing = columns[CLOSING_COLUMN:]
+            close_step(closing, buffers.paging, logits, draw_inputs, buffers.finalists, tokens, logprobs)
             return logits
 
-        return Prepared(step, columns, tokens)
+        return Prepared(step, columns, tokens, logprobs)
 
     def _columns(self, plan: StepPlan, slices: int) -> npt.NDArray[np.int64]:
         """The inputs of `open_mixed_step`, one column per slice."""
@@ -275,7 +283,7 @@ class MixedGraphs(Graphs[int]):
         columns[4, :used] = np.where(plan.samples, columns[0, :used], -1)
         columns[5, :used] = ends - 1
         records = self._rows.sampling[columns[0, :used]]
-        columns[6, :used] = bits_of(records["temperature"])
+        columns[6, :used] = draw_bits(records)
         columns[7, :used] = stream_keys(records["seed"], ends).view(np.int64)
         columns[8] = np.argsort(-columns[5], kind="stable")
         return columns
@@ -309,7 +317,7 @@ class Buffers:
         self._ids, self._positions, self._slots, self._keys = torch.zeros(
             4, most, dtype=torch.int64, device=device
         ).unbind()
-        self._temperatures = torch.zeros(most, device=device)
+        self._temperatures, self._factors, self.logprobs = torch.zeros(3, most, device=device).unbind()
         self._contexts, self._order = torch.zeros(2, most, dtype=torch.int32, device=device).unbind()
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros(most, rows.tables.shape[1], dtype=torch.int32, device=device)
@@ -328,7 +336,7 @@ class Buffers:
         )
 
     def draw_inputs(self, size: int) -> DrawInputs:
-        return DrawInputs(self._temperatures[:size], self._keys[:size])
+        return DrawInputs(self._temperatures[:size], self._keys[:size], self._factors[:size])
 
 
 class MixedBuffers:
@@ -339,7 +347,7 @@ class MixedBuffers:
         self.last, self.tokens, self._keys = torch.zeros(3, slices, dtype=torch.int64, device=device).unbind()
         self.finalists = Finalists(slices, rows.vocab_size, device)
         self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=device).unbind()
-        self._temperatures = torch.zeros(slices, device=device)
+        self._temperatures, self._factors, self.logprobs = torch.zeros(3, slices, device=device).unbind()
         self._contexts, self._order = torch.zeros(2, slices, dtype=torch.int32, device=device).unbind()
         self._starts = torch.zeros(slices + 1, dtype=torch.int32, device=device)
         self._tables = torch.zeros(slices, rows.tables.shape[1], dtype=torch.int32, device=device)
@@ -360,7 +368,7 @@ class MixedBuffers:
         )
 
     def draw_inputs(self, slices: int) -> DrawInputs:
-        return DrawInputs(self._temperatures[:slices], self._keys[:slices])
+        return DrawInputs(self._temperatures[:slices], self._keys[:slices], self._factors[:slices])
 
 
 def padding(rows: Rows, tokens: int) -> Batch:
@@ -399,6 +407,14 @@ def context_classes(most: int) -> list[int]:
     while classes[-1] < most:
         classes.append(classes[-1] * NEXT_CONTEXT)
     return classes
+
+
+def draw_bits(records: Records) -> npt.NDArray[np.int64]:
+    """For each row, the bits of its temperature, and above them those of its factor (see `layers.triton.step`)."""
+    temperatures: npt.NDArray[np.int64] = bits_of(records["temperature"]).astype(np.int64)
+    if not np.any(records["logprobs"] >= 0):
+        return temperatures
+    return temperatures | bits_of(score_factors(records)).astype(np.int64) << 32
 
 
 def bits_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:

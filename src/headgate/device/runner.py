@@ -20,7 +20,7 @@ from headgate.device.inputs import Inputs, Layout
 from headgate.device.rows import Ints, Records, Rows, to_device
 from headgate.device.sampling.draw import Draw, draw
 from headgate.device.sampling.grammar import Grammars
-from headgate.device.sampling.logprobs import Scored, Scores, chunks, score
+from headgate.device.sampling.logprobs import Scored, Scores, chunks, drawn, score
 from headgate.device.sampling.sampler import Sampler
 from headgate.layers.backend import KV
 from headgate.models.network import Model
@@ -106,9 +106,12 @@ class ModelRunner:
         sampling = np.flatnonzero(plan.samples)
         rows = np.array(plan.rows, dtype=np.int64)[sampling]
         positions = (np.array(plan.starts, dtype=np.int64) + plan.counts)[sampling]
-        tokens, scored = picked(done.tokens, sampling, len(plan.rows)), list[Scored]()
-        if self._sampler.adjusts(rows, positions) or np.any(self.rows.sampling["logprobs"][rows] >= 0):
-            tokens, scored = self._choose(picked(done.logits, sampling, len(plan.rows)), rows, positions)
+        records, among = self.rows.sampling[rows], len(plan.rows)
+        if self._sampler.adjusts(rows, positions) or np.any(records["logprobs"] > 0):
+            tokens, scored = self._choose(picked(done.logits, sampling, among), rows, positions)
+        else:
+            tokens = picked(done.tokens, sampling, among)
+            scored = drawn(records, picked(done.logprobs, sampling, among))
         return self._launched(plan.step, rows, tokens, scored, {})
 
     def _launched(

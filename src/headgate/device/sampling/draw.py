@@ -45,6 +45,12 @@ class Knobs:
         """Rows whose top_k, top_p or min_p excludes tokens."""
         return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
 
+    def unfiltered(self, rows: Ints) -> Knobs:
+        """The same without the filters of `rows`."""
+        top_k, top_p, min_p = self.top_k.copy(), self.top_p.copy(), self.min_p.copy()
+        top_k[rows], top_p[rows], min_p[rows] = 0, 1, 0
+        return Knobs(self.temperature, top_k, top_p, min_p, self.key)
+
     def __getitem__(self, rows: slice | Ints) -> Knobs:
         return Knobs(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.key[rows])
 
@@ -122,14 +128,18 @@ def scaled_by(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
     return logits / to_device(divisors, logits.device)[:, None]
 
 
-def filter_scaled(scaled: torch.Tensor, knobs: Knobs) -> None:
-    """Set the scaled logits that top_k, top_p and min_p exclude to -inf. Filters do not affect greedy rows."""
+def filter_scaled(scaled: torch.Tensor, knobs: Knobs) -> bool:
+    """Set the scaled logits that top_k, top_p and min_p exclude to -inf. Filters do not affect greedy rows.
+
+    Returns whether any row was filtered.
+    """
     filtered = np.flatnonzero((knobs.temperature > 0) & knobs.filtered)
     if filtered.size:
         which = to_device(filtered, scaled.device)
         some = scaled.index_select(0, which)
         some.masked_fill_(some < _lowest_kept(some, knobs[filtered]), -torch.inf)
         scaled.index_copy_(0, which, some)
+    return bool(filtered.size)
 
 
 def _lowest_kept(scaled: torch.Tensor, knobs: Knobs) -> torch.Tensor:

@@ -5,6 +5,9 @@ softmax of the model's logits; `scaled`, after bias, penalties, grammar and temp
 computes; `processed`, also after top_k, top_p and min_p, which is what the token was drawn from. With temperature 0
 nothing is divided or filtered. Those of prompt tokens are always `raw`.
 
+Steps that run as graphs compute those of drawn tokens themselves, where nothing but the temperature changes the logits
+and no other tokens are requested (`drawn`); everything else is computed here.
+
 Nothing here waits for the device, except `Scored.read`.
 """
 
@@ -14,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headgate.device.rows import Ints, Records, to_device
@@ -71,15 +75,25 @@ class Scores:
         if places.size:
             self._take(places, _rows_of(logits, places))
 
-    def take_adjusted(self, logits: torch.Tensor, knobs: Knobs) -> None:
-        """Take the rows whose bias, penalties and grammar have been applied."""
-        for mode in ("scaled", "processed"):
-            places = self._places(mode)
-            if places.size:
-                scaled = scaled_by(_rows_of(logits, places), knobs[places])
-                if mode == "processed":
-                    filter_scaled(scaled, knobs[places])
-                self._take(places, scaled)
+    def take_adjusted(self, logits: torch.Tensor, knobs: Knobs) -> Knobs:
+        """Take the rows whose bias, penalties and grammar have been applied.
+
+        The filters of rows in mode `processed` are applied to `logits` too. Returns `knobs` without these filters, so
+        that no row is filtered twice.
+        """
+        scaled, processed = self._places("scaled"), self._places("processed")
+        if scaled.size:
+            self._take(scaled, scaled_by(_rows_of(logits, scaled), knobs[scaled]))
+        if not processed.size:
+            return knobs
+        some = scaled_by(_rows_of(logits, processed), knobs[processed])
+        if filter_scaled(some, knobs[processed]):
+            # What is excluded stays excluded, and everything else has the logits that the draw expects.
+            kept = _rows_of(logits, processed).masked_fill_(some == -torch.inf, -torch.inf)
+            logits.index_copy_(0, to_device(processed, logits.device), kept)
+            knobs = knobs.unfiltered(processed)
+        self._take(processed, some)
+        return knobs
 
     def of(self, tokens: torch.Tensor) -> list[Scored]:
         return [
@@ -91,6 +105,23 @@ class Scores:
 
     def _take(self, places: Ints, logits: torch.Tensor) -> None:
         self._taken.append((places, logits.log_softmax(-1)))
+
+
+def score_factors(records: Records) -> npt.NDArray[np.float32]:
+    """By row, the factor of the logits whose softmax is reported if nothing else changes them; 0: none is."""
+    divided = (records["logprobs_mode"] != "raw") & (records["temperature"] > 0)
+    factors = 1 / np.where(divided, records["temperature"], np.float32(1))
+    return np.where(records["logprobs"] >= 0, factors, np.float32(0))
+
+
+def drawn(records: Records, values: torch.Tensor) -> list[Scored]:
+    """The log-probabilities `values` [R] that were computed with the draw, of the rows that request them."""
+    places = np.flatnonzero(records["logprobs"] >= 0)
+    if not places.size:
+        return []
+    values = values if len(places) == len(values) else _rows_of(values, places)
+    none = values.new_empty(len(places), 0)
+    return [Scored(places, np.zeros_like(places), values, none, none)]
 
 
 def score(logprobs: torch.Tensor, tokens: torch.Tensor, tops: Ints, places: Ints, *, ranked: bool = False) -> Scored:

@@ -40,7 +40,7 @@ class Sampler:
             self._grammars.forbid(logits, rows)
         knobs = knobs_of(records, positions)
         if scores is not None:
-            scores.take_adjusted(logits, knobs)
+            knobs = scores.take_adjusted(logits, knobs)
         return self._draw(logits, knobs)
 
     def adjusts(self, rows: Ints, positions: Ints) -> bool:

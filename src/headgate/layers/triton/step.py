@@ -3,12 +3,15 @@
 The first fills the tensors of a batch from the rows; the last draws tokens from logits and appends them to the rows.
 Both read and write fixed addresses only, so that a graph can contain them. The input of a decode step is `COLUMNS`
 columns of int64, with one entry per slice: its row (negative for padding), the position of its token, the block that
-is appended to its block table at that position (negative for none), the bits of its temperature, and the key of its
-random stream. The last column is a permutation: the order in which attention processes slices (see `Batch.order`).
+is appended to its block table at that position (negative for none), the bits of two float32, and the key of its random
+stream. The lower half of the bits is the temperature. The upper half is the factor of the logits whose softmax gives the
+log-probability of the token, or 0 if that is not requested. The last column is a permutation: the order in which
+attention processes slices (see `Batch.order`).
 
 If slices may have several tokens, there are `MIXED_COLUMNS` columns: the row, the position of the first token, the
 number of tokens, their start in the batch; the row again if the slice samples (negative if not), the position of the
-last token; then temperature, key and order as above. Padding has no tokens, and starts where the last slice ends.
+last token; then temperature and factor, key and order as above. Padding has no tokens, and starts where the last slice
+ends.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import triton
 import triton.language as tl
 
 from headgate.layers.batch import Batch
-from headgate.layers.triton.draw import Finalists, find_finalists, winner_of
+from headgate.layers.triton.draw import Finalists, find_finalists, normaliser_of, winner_of
 from headgate.layers.triton.launch import launch
 
 COLUMNS, MIXED_COLUMNS, CLOSING_COLUMN = 6, 9, 4
@@ -42,6 +45,7 @@ class DrawInputs:
 
     temperatures: torch.Tensor  # [S] float32
     keys: torch.Tensor  # [S] int64
+    factors: torch.Tensor  # [S] float32; 0: no log-probability
 
 
 def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, draw_inputs: DrawInputs) -> None:
@@ -61,6 +65,7 @@ def open_step(columns: torch.Tensor, paging: Paging, batch: Batch, draw_inputs: 
         batch.order,
         draw_inputs.temperatures,
         draw_inputs.keys,
+        draw_inputs.factors,
         columns.shape[1],
         paging.tokens.stride(0),
         paging.tables.stride(0),
@@ -88,6 +93,7 @@ def open_mixed_step(
         batch.order,
         draw_inputs.temperatures,
         draw_inputs.keys,
+        draw_inputs.factors,
         last,
         slices,
         paging.tables.stride(0),
@@ -123,18 +129,25 @@ def close_step(
     draw_inputs: DrawInputs,
     finalists: Finalists,
     tokens: torch.Tensor,
+    logprobs: torch.Tensor,
 ) -> None:
-    """Draw a token per slice into `tokens` [S], and append it to its row."""
-    find_finalists(logits, draw_inputs.temperatures, draw_inputs.keys, finalists)
+    """Draw a token per slice into `tokens` [S], and append it to its row. Its log-probability goes to `logprobs` [S]."""
+    find_finalists(logits, draw_inputs.temperatures, draw_inputs.keys, draw_inputs.factors, finalists)
     launch(
         close_kernel,
         (len(logits),),
         columns,
         paging.tokens,
+        logits,
+        draw_inputs.factors,
         finalists.sums,
         finalists.ids,
+        finalists.peaks,
+        finalists.masses,
         tokens,
+        logprobs,
         len(logits),
+        logits.stride(0),
         paging.tokens.stride(0),
         finalists.chunks,
         PADDED=triton.next_power_of_2(finalists.chunks),
@@ -143,9 +156,11 @@ def close_step(
 
 
 @triton.jit
-def store_draw_inputs(columns, index, slices, temperatures, keys, order):
+def store_draw_inputs(columns, index, slices, temperatures, keys, factors, order):
     """Store the last three columns, which all kinds of steps have."""
-    tl.store(temperatures + index, tl.load(columns + index).to(tl.int32).to(tl.float32, bitcast=True))
+    bits = tl.load(columns + index)
+    tl.store(temperatures + index, bits.to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(factors + index, (bits >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(keys + index, tl.load(columns + slices + index))
     tl.store(order + index, tl.load(columns + 2 * slices + index).to(tl.int32))
 
@@ -163,6 +178,7 @@ def open_kernel(
     order,
     temperatures,
     keys,
+    factors,
     slices,
     token_stride,
     row_table_stride,
@@ -174,7 +190,7 @@ def open_kernel(
     row = tl.load(columns + index)
     position = tl.load(columns + slices + index)
     grown = tl.load(columns + 2 * slices + index)
-    store_draw_inputs(columns + 3 * slices, index, slices, temperatures, keys, order)
+    store_draw_inputs(columns + 3 * slices, index, slices, temperatures, keys, factors, order)
     if row < 0:
         tl.store(tokens + index, 0)
         tl.store(positions + index, 0)
@@ -201,10 +217,30 @@ def open_kernel(
 
 
 @triton.jit(do_not_specialize=["slices"])
-def close_kernel(columns, row_tokens, sums, ids, tokens, slices, token_stride, chunks, PADDED: tl.constexpr):
+def close_kernel(
+    columns,
+    row_tokens,
+    logits,
+    factors,
+    sums,
+    ids,
+    peaks,
+    masses,
+    tokens,
+    logprobs,
+    slices,
+    stride,
+    token_stride,
+    chunks,
+    PADDED: tl.constexpr,
+):
     index = tl.program_id(0).to(tl.int64)
     token = winner_of(sums, ids, index, chunks, PADDED)
     tl.store(tokens + index, token.to(tl.int64))
+    factor = tl.load(factors + index)
+    if factor > 0:
+        logit = tl.load(logits + index * stride + token).to(tl.float32)
+        tl.store(logprobs + index, logit * factor - normaliser_of(peaks, masses, index, chunks, PADDED))
     row = tl.load(columns + index)
     position = tl.load(columns + slices + index)
     tl.store(row_tokens + row * token_stride + position + 1, token, mask=row >= 0)
@@ -220,6 +256,7 @@ def open_slices_kernel(
     order,
     temperatures,
     keys,
+    factors,
     last,
     slices,
     row_table_stride,
@@ -232,7 +269,7 @@ def open_slices_kernel(
     position = tl.load(columns + slices + index)
     count = tl.load(columns + 2 * slices + index)
     start = tl.load(columns + 3 * slices + index)
-    store_draw_inputs(columns + 6 * slices, index, slices, temperatures, keys, order)
+    store_draw_inputs(columns + 6 * slices, index, slices, temperatures, keys, factors, order)
     tl.store(query_starts + index, start.to(tl.int32))
     # The end of this slice. For all but the last slice, the next slice stores the same value as its start.
     tl.store(query_starts + index + 1, (start + count).to(tl.int32))
