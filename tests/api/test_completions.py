@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headgate.contract.limits import MOST_CHOICES
 from tests.api.live import LiveServer
 
 PATH = "/v1/completions"
@@ -134,7 +135,7 @@ def test_5_resumed_tokens_do_not_count_as_cached_prompt_tokens(server: LiveServe
         ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": [9999]}, "prompt"),
         ({"prompt": ""}, "prompt"),
-        ({"prompt": ["a"] * 65}, "n"),
+        ({"prompt": ["a"] * (MOST_CHOICES + 1)}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
