@@ -62,11 +62,11 @@ FRAMEWORKS = (
 )
 
 
-# Clients that cannot be imported beside the CPU build of torch that our environment has.
+# Not installed: their requirements exclude the torch, or the Python, of our environment.
 NOT_RUNNABLE = {
     "areal": "its package requires torch below 2.11",
     "skyrl": "its client cannot be imported by Python 3.11, and by 3.12 only with another build of torch",
-    "verl-http": "verl's HTTP adapter imports the server of SGLang, whose packages are for GPUs",
+    "verl-http": "verl's HTTP adapter imports the server of SGLang, for which verl requires torch 2.11",
 }
 
 
