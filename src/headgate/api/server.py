@@ -28,7 +28,7 @@ from headgate.api.accounting.traces import tracing
 from headgate.api.app import build_app
 from headgate.api.host import ServerContext
 from headgate.api.registration import Heartbeats
-from headgate.api.state import Api
+from headgate.api.state import Api, ApiSettings
 from headgate.collector import spare_the_collector
 from headgate.config import ServerConfig
 from headgate.contract.errors import error_body
@@ -120,6 +120,7 @@ async def _serve(
                 tokenizer=tokenizer,
                 template=template,
                 tool_format=format_of(template.source if template else None),
+                settings=ApiSettings(logprobs_mode=config.logprobs_mode),
             )
             host = ServerContext(version, config.model_name, engines.replicas, ledger)
             app = build_app(api, host, keys, config.max_body_bytes)

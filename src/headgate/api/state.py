@@ -18,6 +18,7 @@ from headgate.api.accounting.ledger import Ledger
 from headgate.api.engines import Engines
 from headgate.api.weight_labels import WeightLabels
 from headgate.contract.limits import MOST_CHOICES
+from headgate.contract.sampling import LogprobsMode
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
 from headgate.errors import RequestError
@@ -38,6 +39,7 @@ TEXT_QUEUE = 1024  # the most texts that may wait for a thread
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
     max_choices: int = MOST_CHOICES  # per request
+    logprobs_mode: LogprobsMode = "raw"  # unless the request, or the API that it uses, has another one
     keep_alive_s: float = 15.0  # the longest silence of a stream
 
 

@@ -7,10 +7,20 @@ import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from headgate import __version__
-from headgate.config import DTYPES, FP8, KV_TRANSPORTS, LOOPBACK, PREEMPTED, EngineConfig, Registration, ServerConfig
+from headgate.config import (
+    DTYPES,
+    FP8,
+    KV_TRANSPORTS,
+    LOOPBACK,
+    PREEMPTED,
+    EngineConfig,
+    LogprobsMode,
+    Registration,
+    ServerConfig,
+)
 from headgate.errors import RequestError
 
 if TYPE_CHECKING:
@@ -61,6 +71,13 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         default="none",
         metavar="WHAT",
         help="FP8 storage on a GPU: weights, kv or both (none)",
+    )
+    add(
+        "--logprobs-mode",
+        choices=get_args(LogprobsMode),
+        default="raw",
+        metavar="MODE",
+        help="log-probabilities unless a request selects others: raw, scaled or processed (raw)",
     )
     add("--deterministic", action="store_true", help="bitwise identical answers whatever else is running")
 
@@ -125,6 +142,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             engine=engine,
             replicas=options.replicas,
             host=options.host,
+            logprobs_mode=options.logprobs_mode,
             max_queue=options.max_queue,
             client_stall_timeout_s=options.client_stall_timeout,
             drain_timeout_s=options.drain_timeout,

@@ -54,7 +54,7 @@ MEDIA = "models read text only"
 EXPERTS = "models are dense"
 WEIGHTS = "there are no adapters"
 KV = "KV is transferred with `kv_ticket`"
-CONSTRAINT = "use `response_format` (SGLang: `json_schema`)"
+CONSTRAINT = "use `response_format` or `structured_outputs` (SGLang: `json_schema`)"
 TOKENS = "no other choice of tokens is implemented"
 CUT = "long prompts are refused, never cut"
 OUTPUT = "not returned"
@@ -95,7 +95,7 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("truncate_prompt_tokens", CHOICES, CUT),
     *_fields("truncation_side", CHOICES, CUT, None),
     *_fields("stream_interval", (*CHOICES, "sglang"), "tokens are sent as they are generated", None),
-    *_fields("structured_outputs regex ebnf stop_regex", CHOICES, CONSTRAINT),
+    *_fields("regex ebnf stop_regex", CHOICES, CONSTRAINT),
     *_fields("guided_json guided_regex guided_choice guided_grammar", CHOICES, CONSTRAINT),
     # The prompt.
     *_fields("echo", ("chat",), "not implemented for chat", (False,)),
@@ -147,7 +147,7 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
         (),
         "sampling_params",
     ),
-    *_fields("structured_outputs guided_decoding", ("vllm",), CONSTRAINT, (), "sampling_params"),
+    *_fields("guided_decoding", ("vllm",), CONSTRAINT, (), "sampling_params"),
 )
 
 

@@ -86,12 +86,22 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # ignored
 
 
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's constraints of an answer; one of them."""
+
+    json: Object | str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_object: bool | None = None
+
+
 @accepts("chat", "completions")
 class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
     """Fields that chat and completions share and responses do not have."""
 
     stream_options: StreamOptions | None = None
     response_format: Object | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as `token_id:123`, as in vLLM
     kv_transfer_params: KvTransferParams | None = None  # prefill and decode on different servers, as in vLLM
 

@@ -59,6 +59,7 @@ def vllm_config(api: Api, replicas: int) -> dict[str, dict[str, Any]]:
             "served_model_name": api.model_name,
             "dtype": f"torch.{info.dtype}",
             "max_model_len": info.max_context,
+            "logprobs_mode": f"{api.settings.logprobs_mode}_logprobs",
         },
         "cache_config": {
             "block_size": info.block_size,
@@ -71,6 +72,7 @@ def vllm_config(api: Api, replicas: int) -> dict[str, dict[str, Any]]:
             "data_parallel_size": replicas,
             "world_size": info.ranks,
         },
+        "weight_transfer_config": {"backend": "nccl"},
         "scheduler_config": {"max_num_seqs": info.max_running, "max_model_len": info.max_context},
     }
 

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from headgate.api.compat.vllm import completion_of
 from headgate.api.control.lifecycle import controls_of, followed
 from headgate.api.generate.answer_format import AnswerFormat
+from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.api.generate.jobs import Prompt, check_choices, make_jobs, sampling_params
 from headgate.api.generate.prompts import chat_prompt, text_prompts
@@ -94,7 +95,7 @@ async def _prepare(
     read: ReadPrompts,
     context: RequestContext,
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    pattern, grammar = asked.structured_outputs_regex, None
+    pattern, grammar = asked.structured_outputs_regex, await answer_grammar(api, body, context.share)
     if pattern is not None:
         compile_pattern = partial(regex, pattern, param="structured_outputs_regex")
         grammar = await api.off_loop(context.share, LONG_TEXT, compile_pattern)  # even a short one may take long

@@ -19,6 +19,7 @@ from headgate.api.compat.weights import commit_collected
 from headgate.api.control import abort
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
+from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import chat_logprobs, prompt_logprobs
@@ -146,6 +147,8 @@ def completion_of(params: Mapping[str, Any], fields: Mapping[str, Any], within: 
     for name, value in params.items():
         if name in VLLM_TO_COMPLETIONS:
             fields[VLLM_TO_COMPLETIONS[name]] = value
+        elif name == "structured_outputs":
+            fields[name] = value
         else:
             check_sampling_field("vllm", name, value, within)
     body: CompletionRequest = convert(fields, CompletionRequest, within)
@@ -156,7 +159,8 @@ async def _prepare(
     api: Api, asked: TokensRequest, body: CompletionRequest, text: TextParams, context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
     given = sampling_given(body, "completions")
-    sampling = sampling_params(given, prompt_logprobs=asked_prompt_logprobs(given, body))
+    grammar = await answer_grammar(api, body, context.share)
+    sampling = sampling_params(given, prompt_logprobs=asked_prompt_logprobs(given, body), grammar=grammar)
     assert isinstance(body.prompt, list)
     prompt = await text_prompt(api, body.prompt, context.share)
     return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, asked, text.n, context)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.choices_format import ChoicesFormat
-from headgate.api.generate.constraints import response_format_grammar
+from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import completion_logprobs, joined, prompt_logprobs, prompt_offsets
@@ -46,7 +46,7 @@ async def completions(request: Request) -> Response:
 async def prepare(
     api: Api, body: CompletionRequest, text: TextParams, prompts: Sequence[str | list[int]], context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    grammar = await response_format_grammar(api, body.response_format, context.share)
+    grammar = await answer_grammar(api, body, context.share)
     given = sampling_given(body, "completions")
     given.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, given.get("min_tokens", 0)))
     asked = asked_prompt_logprobs(given, body)

@@ -13,14 +13,41 @@ from functools import partial
 from typing import Any
 
 from headgate.api.state import LONG_TEXT, Api
+from headgate.contract.decoding import decode
+from headgate.contract.schema import Sampled, StructuredOutputs
 from headgate.errors import RequestError
-from headgate.text.constraints import checked, schema_rule
+from headgate.text.constraints import checked, choice, json_object, json_schema, regex, schema_rule
 from headgate.text.tools import Tool, ToolFormat, call_rules
 
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 64
 
 Object = Mapping[str, Any]
+
+
+async def answer_grammar(api: Api, body: Sampled, share: str) -> str | None:
+    """The grammar of an answer without tools."""
+    if body.structured_outputs is None:
+        return await response_format_grammar(api, body.response_format, share)
+    if body.response_format is not None:
+        raise RequestError("give either response_format or structured_outputs", param="structured_outputs")
+    return await api.off_loop(share, LONG_TEXT, partial(structured_grammar, body.structured_outputs))
+
+
+def structured_grammar(asked: StructuredOutputs) -> str | None:
+    """The grammar for vLLM's `structured_outputs`."""
+    param = "structured_outputs"
+    given = [name for name in asked.__struct_fields__ if getattr(asked, name) not in (None, False)]
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} exclude each other; give one of them", param=param)
+    if asked.regex is not None:
+        return regex(asked.regex, param=f"{param}.regex")
+    if asked.choice is not None:
+        return choice(asked.choice, param=f"{param}.choice")
+    if asked.json is not None:
+        schema = decode(asked.json.encode(), dict[str, Any]) if isinstance(asked.json, str) else asked.json
+        return json_schema(schema, param=f"{param}.json")
+    return json_object() if asked.json_object else None
 
 
 async def response_format_grammar(api: Api, response_format: Object | None, share: str) -> str | None:
@@ -45,8 +72,8 @@ def constraint_for(
     loop.
     """
     answer, declared = answer_rule(response_format), read_tools(tools)
-    choice, callable_tools = choose_tools(declared, tool_choice)
-    match choice:
+    chosen, callable_tools = choose_tools(declared, tool_choice)
+    match chosen:
         case "required":
             # A named function is called once, as in OpenAI's API.
             several = parallel_tool_calls and not isinstance(tool_choice, Mapping)

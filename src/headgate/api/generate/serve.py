@@ -84,6 +84,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         request.state.request_id = body.request_id  # the gate (`edge/gate.py`) returns it as X-Request-Id
     # Whatever the caller's salt, it matches only cached prefixes of its own tenant.
     body.cache_salt = tenant_salt(request.state.tenant, body.cache_salt or "")
+    set_if_absent(body, "logprobs_mode", api.settings.logprobs_mode)
     asked_s = asked_at(request)
     if asked_s is None and body.resume is not None:
         raise RequestError(f"resume needs the header {HEADER}", param="resume", code="unknown_parameter")
