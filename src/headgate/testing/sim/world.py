@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headgate import shares
 from headgate.router.data_path.fast_path import PYTHON, FastPath
 from headgate.testing.sim import contract_rules, hostile, leaks
 from headgate.testing.sim.actions import Actions
@@ -43,6 +44,7 @@ SETTLE_S = 3.0
 KV_RELEASE_S = 15.0  # longest time for unclaimed leases to expire and unused connections to close
 FOLLOW_S = 60.0  # longest time for workers that were unavailable to catch up with the fleet
 TRIES = 40  # number of attempts to resume the fleet at the end
+MANY = 64  # places; no plan without several tenants has as many choices at once
 
 
 class _TraceHandler(logging.Handler):
@@ -315,10 +317,16 @@ class World(SimFleet):
             else:
                 self.fail(f"{router.name} could not update and resume the fleet: {bytes(reply.body)!r}")
 
+    def _is_busy(self) -> bool:
+        """Whether requests may be refused for lack of a place. One of several tenants never gets all of them (rule 63)."""
+        places = min(self.plan.settings.most_choices, self.plan.max_queue)
+        choices = sum(request.n for request in self.plan.requests)
+        return places < MANY or (bool(self.plan.tenants) and choices > shares.FACTOR * places // (shares.FACTOR + 1))
+
     def _circumstances(self, request: PlannedRequest) -> Circumstances:
         actions, plan = self.report.actions, self.plan
         return Circumstances(
-            busy=plan.settings.most_choices < 64 or plan.max_queue < 64,
+            busy=self._is_busy(),
             abort=any(action.ends(request) for action in plan.actions),
             pause=self._paused
             or ((plan.servers - len(self._removed) <= 1 or not request.routed) and bool(actions["roll"])),
