@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.frameworks.clients.checks import ask, given, not_runnable, run_checks
+from tests.frameworks.clients.checks import ask, given, run_checks
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 TALK = [[{"role": "user", "content": "Hello!"}], [{"role": "user", "content": "Tell me a joke."}]]
@@ -89,8 +89,6 @@ def run_client(checks: Sequence[Callable[[Any, str], None]]) -> int:
     """Run `checks` with a client of the first server."""
     warnings.simplefilter("ignore")  # TRL warns about versions of vLLM, of which only a client's helpers are used
     url = given().url
-    try:
-        from trl.generation.vllm_client import VLLMClient
-    except ImportError as error:
-        not_runnable("trl", error)
+    from trl.generation.vllm_client import VLLMClient  # warns when it is imported
+
     return run_checks("trl", checks, VLLMClient(base_url=url), url)
