@@ -14,7 +14,7 @@ from headgate.testing.tiny import tiny_model
 from tests.models.reference import reference_greedy
 from tests.resume import resume
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 BACKENDS = available_backends()
 
 # Engine options under which requests are chunked, preempted or find their prompts in the cache.

@@ -31,6 +31,7 @@ from headgate.contract.sampling import SamplingParams  # noqa: E402
 from headgate.device.weights.loading import TensorInfo  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
 from headgate.models import Config, ModelSpec, Network, build_model, read_spec, spec_of  # noqa: E402
+from headgate.models.spec import Experts  # noqa: E402
 from headgate.protocol.command import FileSource  # noqa: E402
 from headgate.protocol.message import CommandAnswer, StepOutputs, Submit  # noqa: E402
 from headgate.protocol.request import GenerateRequest  # noqa: E402
@@ -58,7 +59,17 @@ VLLM = {
         "prefill 256 x 512, s": 3.06,
         "start to ready, s": 70,
     },
+    "30b-a3b": {
+        "mixed, tokens/s": 5790,
+        "decode 1, ms": 4.15,
+        "decode 8, ms": 8.90,
+        "decode 64, ms": 18.5,
+        "decode 256, ms": 24.0,
+        "prefill 256 x 512, s": 1.77,
+        "start to ready, s": 150,
+    },
 }
+FAMILIES = {"30b-a3b": "qwen3_moe"}  # the others are qwen3
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +176,37 @@ def prefill(clients: Clients, rng: random.Random) -> float:
 def floors(model: Network) -> dict[str, float]:
     spec = model.spec
     per_token = model.kv_bytes_per_block(32) / 32
-    matrices = sum(
-        2 * torch.Size(p.shape).numel() for name, p in model.parameters() if "embed_tokens" not in name or spec.tied
-    )
+    sizes = {
+        name: 2 * torch.Size(p.shape).numel()
+        for name, p in model.parameters()
+        if "embed_tokens" not in name or spec.tied
+    }
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    matrices, chosen = sum(sizes.values()) - experts, chosen_share(spec)
     head = 2 * spec.vocab * spec.hidden
     found = {
-        f"decode {batch}, ms": (matrices + batch * (PROMPT + DECODED / 2) * per_token) / BANDWIDTH * 1000
+        f"decode {batch}, ms": (
+            (matrices + experts * (1 - (1 - chosen) ** batch) + batch * (PROMPT + DECODED / 2) * per_token)
+            / BANDWIDTH
+            * 1000
+        )
         for batch in DECODE_BATCHES
     }
     attention = 2 * len(spec.layers) * spec.heads * spec.head_dim * PROMPT
-    return found | {"prefill 256 x 512, s": 256 * PROMPT * (matrices - head + attention) / FLOPS}
+    work = matrices + experts * chosen - head + attention
+    return found | {"prefill 256 x 512, s": 256 * PROMPT * work / FLOPS}
+
+
+def chosen_share(spec: ModelSpec) -> float:
+    """The share of a layer's experts that one token uses."""
+    mlp = spec.layers[0].mlp
+    return mlp.routing.top / mlp.count if isinstance(mlp, Experts) else 1.0
 
 
 def measure(shape: str, repeats: int, began_s: float, only: str, how: dict[str, Any]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        config = tiny_config("qwen3", "bfloat16") | SHAPES[f"qwen3-{shape}"]
+        family = FAMILIES.get(shape, "qwen3")
+        config = tiny_config(family, "bfloat16") | SHAPES[f"{family}-{shape}"]
         Path(folder, "config.json").write_text(json.dumps(config))
         clients = Clients()
         settings = EngineConfig(device="cuda", max_context=2304, memory_fraction=0.9, kv_listen=None, **how)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.checkpoint import SHAPES
+from benchmarks.checkpoint import SHAPES, family_of
 from torch.profiler import ProfilerActivity, profile
 
 from headgate.layers.batch import Batch
@@ -22,10 +22,11 @@ from headgate.models import Config, Network, build_model, spec_of
 from headgate.testing.tiny import tiny_config
 
 CONTEXT, BLOCK_SIZE = 640, 32
+SHAPES_PROFILED = ("qwen3-0.6b", "qwen3-8b", "qwen3_moe-30b-a3b")
 
 
 def random_model(shape: str) -> Network:
-    spec = spec_of(Config(shape, tiny_config("qwen3", "bfloat16") | SHAPES[shape]))
+    spec = spec_of(Config(shape, tiny_config(family_of(shape), "bfloat16") | SHAPES[shape]))
     model = build_model(spec, device="cuda", dtype=torch.bfloat16)
     for name, parameter in model.parameters():
         noise = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16)
@@ -107,6 +108,6 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 
 if __name__ == "__main__":
-    results = profile_shape("qwen3-0.6b") + profile_shape("qwen3-8b")
+    results = [row for shape in SHAPES_PROFILED for row in profile_shape(shape)]
     if len(sys.argv) > 1:
         Path(sys.argv[1], "profile.json").write_text(json.dumps(results, indent=1))

@@ -76,6 +76,15 @@ CASES = {
             }
         },
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral window": ("mixtral", {"sliding_window": 7}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe normalised": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe not normalised": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_moe dense layers": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [2]}),
+    "qwen3_moe sparse step": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
+    "qwen3_moe bfloat16 file": ("qwen3_moe", {"dtype": "bfloat16"}),
 }
 
 

@@ -9,7 +9,7 @@ from headgate.testing.tiny import tiny_model
 from tests.models.pages import BACKENDS, BLOCK_SIZE, Pages, chunked, load, prompt
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "windowed"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "windowed", "qwen2_moe"])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     if request.param == "windowed":

@@ -19,6 +19,8 @@ KINDS = {
     "mistral with a window": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),
     "qwen3, tied, odd vocabulary": ("qwen3", {"vocab_size": 263}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "mixtral": ("mixtral", {}),
 }
 
 

@@ -7,7 +7,7 @@ no other code depends on either layout. Rules for every backend:
   these two and the caches and matrices that an operation fills, no operation writes to its arguments.
 - A step writes the KV of all its tokens before any token attends, so a slice may read KV that another slice wrote.
 - Host code does not depend on the *values* in a batch, because a captured graph is replayed with other values. The
-  reference attention is the only exception.
+  reference implementations of attention and experts are the only exceptions.
 - In deterministic mode the bits of a row depend only on its own sequence: not on other rows, on how the sequence was
   split into chunks, or on which of its blocks were found in the prefix cache.
 """
@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from headgate.layers.batch import Batch
+from headgate.layers.experts import ExpertMatrices, Routed, Routing
 from headgate.layers.formats import Weight, WeightFormat
 
 
@@ -110,6 +111,18 @@ class Backend(Protocol):
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         """`silu(gate) * up`, where `[gate, up] = x @ matrix.T + bias`"""
+
+    def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
+        """Allocate `count` weights as `matrix` does."""
+
+    def expert_gate_up_matrices(self, count: int, intermediate: int, columns: int) -> ExpertMatrices:
+        """Allocate `count` weights as `gate_up_matrix` does."""
+
+    def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
+        """Choose each token's experts from the router's float32 `logits`; see `layers.experts.route`."""
+
+    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+        """The weighted sum of the MLPs of each row's experts."""
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Add `x` into `residual`, in place, and return the norm of the sum."""

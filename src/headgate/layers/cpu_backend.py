@@ -14,6 +14,7 @@ from headgate.layers.backend import KV, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
 from headgate.layers.cpu.kernels import LANES, kv_block_shapes
+from headgate.layers.experts import ExpertMatrices, Routed, Routing, compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
 
 
@@ -54,6 +55,18 @@ class CpuBackend:
 
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return self.kernels.linear_silu_mul(x, matrix.data, matrix.rows // 2, bias)
+
+    def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
+        return ExpertMatrices(tuple(self.matrix(rows, columns) for _ in range(count)))
+
+    def expert_gate_up_matrices(self, count: int, intermediate: int, columns: int) -> ExpertMatrices:
+        return ExpertMatrices(tuple(self.gate_up_matrix(intermediate, columns) for _ in range(count)))
+
+    def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
+        return route(logits, routing, bias)
+
+    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+        return compute_one_by_one(self, x, gate_up, down, routed)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self.kernels.add_rms_norm(x, residual, weight, eps)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import KV, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
+from headgate.layers.experts import ExpertMatrices, Routed, Routing, compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
 
 
@@ -55,6 +56,18 @@ class TorchBackend:
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         gate, up = self.linear(x, matrix, bias).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
+        return ExpertMatrices(tuple(self.matrix(rows, columns) for _ in range(count)))
+
+    def expert_gate_up_matrices(self, count: int, intermediate: int, columns: int) -> ExpertMatrices:
+        return ExpertMatrices(tuple(self.gate_up_matrix(intermediate, columns) for _ in range(count)))
+
+    def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
+        return route(logits, routing, bias)
+
+    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+        return compute_one_by_one(self, x, gate_up, down, routed)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(residual.add_(x), weight, eps)

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 
 from headgate.layers.backend import KV, NO_FP8, Fp8, Heads, Matrix, Rotary
 from headgate.layers.batch import Batch
+from headgate.layers.experts import ExpertMatrices, Routed, Routing
 from headgate.layers.formats import FP8, Floating, Fp8Rows, Weight, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
+from headgate.layers.triton import experts
 from headgate.layers.triton.attention import Scratch, decode, prefill
 from headgate.layers.triton.elementwise import add_rms_norm, silu_mul
 from headgate.layers.triton.matmul import (
@@ -32,6 +34,10 @@ from headgate.layers.triton.matmul import (
 )
 from headgate.layers.triton.rope import rope_and_write
 from headgate.layers.triton.rounding import round_rows
+
+# Matrices of at most this many rows are multiplied by kernels that start before the previous one has ended.
+MOST_ROUTED = 512
+ROUTER = Cut(16, 256, 4, 4)
 
 
 class TritonBackend(TorchBackend):
@@ -65,6 +71,10 @@ class TritonBackend(TorchBackend):
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         if self.dtype == torch.float32 or not x.is_cuda:
             return F.linear(x, matrix.data).float()
+        if matrix.rows <= MOST_ROUTED and len(x) <= MAX_ROWS:  # a router of experts
+            if len(x) == 1:
+                return vector_linear(x, matrix, None, out_dtype=torch.float32)
+            return small_linear(x, matrix, None, cut=ROUTER, out_dtype=torch.float32)
         # The product is summed in float32 anyway; rounding it to the dtype would create ties between logits.
         return torch.mm(x, matrix.data.t(), out_dtype=torch.float32)
 
@@ -81,6 +91,25 @@ class TritonBackend(TorchBackend):
         if self.beats_library(x, matrix):
             return small_linear(x, matrix, bias, gated=True)
         return silu_mul(self.library_linear(x, matrix, bias))
+
+    def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
+        """Adjacent in memory, so that kernels find an expert by its number."""
+        whole = self.matrix(count * rows, columns)
+        data = whole.data.view(count, rows, columns)
+        scales = None if whole.scale is None else whole.scale.view(count, rows)
+        each = (
+            Matrix(data[i], rows, columns, whole.format, None if scales is None else scales[i]) for i in range(count)
+        )
+        return ExpertMatrices(tuple(each), data, scales)
+
+    def expert_gate_up_matrices(self, count: int, intermediate: int, columns: int) -> ExpertMatrices:
+        return self.expert_matrices(count, 2 * intermediate, columns)
+
+    def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
+        return super().route(logits, routing, bias) if routing.groups > 1 else experts.route(logits, routing, bias)
+
+    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+        return experts.compute(x, gate_up, down, routed)
 
     def beats_library(self, x: torch.Tensor, matrix: Matrix) -> bool:
         """Whether our own product is faster than cuBLAS."""
@@ -146,6 +175,9 @@ class DeterministicTritonBackend(TritonBackend):
 
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return small_linear(x, matrix, None, cut=self._cut(x, matrix), out_dtype=torch.float32)
+
+    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+        return experts.compute_grouped(x, gate_up, down, routed, cuts=experts.INVARIANT)
 
     def _cut(self, x: torch.Tensor, matrix: Matrix) -> Cut:
         return invariant_cut(len(x), matrix.rows, x.dtype, self.scratch.roomy)

@@ -17,7 +17,7 @@ import torch
 
 from headgate.errors import NotAModel, UnsupportedModel
 from headgate.layers.rotary import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec, refuse_less_than_one
+from headgate.models.spec import AttentionSpec, Dense, Experts, LayerSpec, ModelSpec, refuse_less_than_one
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,6 +35,10 @@ LARGEST = {
     "max_position_embeddings": 2**24,
     "original_max_position_embeddings": 2**24,
     "sliding_window": 2**31 - 1,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
 }
 MOST_EOS_IDS = 1024
 
@@ -134,6 +138,16 @@ def same_layers(config: Config, attention: AttentionSpec, *, mlp_bias: bool = Fa
     count = config.whole("num_hidden_layers")
     refuse_less_than_one("layers", count)
     return (LayerSpec(attention, Dense(config.whole("intermediate_size"), mlp_bias)),) * count
+
+
+def sparse_layers(config: Config, attention: AttentionSpec, experts: Experts) -> tuple[LayerSpec, ...]:
+    """Qwen's mixtures have experts in every `decoder_sparse_step`th layer, except in `mlp_only_layers`."""
+    layers = same_layers(config, attention)
+    every, dense = config.whole("decoder_sparse_step", 1), config.get("mlp_only_layers", list, [])
+    refuse_less_than_one("decoder_sparse_step", every)
+    return tuple(
+        layer if i in dense or (i + 1) % every else replace(layer, mlp=experts) for i, layer in enumerate(layers)
+    )
 
 
 def windowed(layers: tuple[LayerSpec, ...], windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:

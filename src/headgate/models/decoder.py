@@ -16,11 +16,13 @@ import torch
 
 from headgate.layers.backend import KV, Backend, Rotary
 from headgate.layers.batch import Batch
-from headgate.layers.linear import Embedding, GateUp, Linear, SummedLinear, Unembedding
+from headgate.layers.linear import Embedding, Linear, SummedLinear, Unembedding
 from headgate.layers.norm import Norm
 from headgate.layers.parameter import Layer, WeightParameter, tensor_parameter, under
 from headgate.layers.ranks import ALONE, Ranks
-from headgate.models.spec import AttentionSpec, Dense, LayerSpec, ModelSpec
+from headgate.models.mixture import Mixture
+from headgate.models.mlp import MLP
+from headgate.models.spec import AttentionSpec, Dense, Experts, LayerSpec, ModelSpec
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines of the rotary embedding; see `Rope.tables`
 
@@ -56,25 +58,13 @@ class Attention:
             yield "k_norm.weight", tensor_parameter(self.rotary.k_norm)
 
 
-class MLP:
-    def __init__(self, hidden: int, mlp: Dense, backend: Backend, ranks: Ranks) -> None:
-        intermediate = mlp.intermediate
-        self.gate_up = GateUp(
-            backend,
-            backend.gate_up_matrix(intermediate // ranks.size, hidden),
-            {"gate_proj": intermediate, "up_proj": intermediate},
-            bias=mlp.bias,
-            ranks=ranks,
-        )
-        inputs = backend.matrix(hidden, intermediate // ranks.size)
-        self.down = SummedLinear(backend, inputs, "down_proj", bias=mlp.bias, ranks=ranks)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate_up(hidden))
-
-    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        yield from self.gate_up.parameters()
-        yield from self.down.parameters()
+def mlp_of(hidden: int, mlp: Dense | Experts, backend: Backend, ranks: Ranks) -> tuple[str, MLP | Mixture]:
+    """The MLP of a layer, with its name in checkpoints."""
+    match mlp:
+        case Dense():
+            return "mlp", MLP(hidden, mlp, backend, ranks)
+        case Experts():
+            return mlp.names.layer, Mixture(hidden, mlp, backend, ranks)
 
 
 class DecoderLayer:
@@ -82,7 +72,7 @@ class DecoderLayer:
         self.input_norm = Norm(backend, spec.hidden, spec.rms_eps)
         self.attention = Attention(spec, layer.attention, backend, tables, ranks)
         self.attention_norm = Norm(backend, spec.hidden, spec.rms_eps)
-        self.mlp = MLP(spec.hidden, layer.mlp, backend, ranks)
+        self.mlp_name, self.mlp = mlp_of(spec.hidden, layer.mlp, backend, ranks)
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
         hidden = self.attention(self.input_norm(hidden, residual), batch, kv)
@@ -92,7 +82,7 @@ class DecoderLayer:
         yield from under("input_layernorm", self.input_norm)
         yield from under("self_attn", self.attention)
         yield from under("post_attention_layernorm", self.attention_norm)
-        yield from under("mlp", self.mlp)
+        yield from under(self.mlp_name, self.mlp)
 
 
 class NetworkLayer(Layer, Protocol):

@@ -16,9 +16,12 @@ from headgate.models.config import Config, eos_ids, read_config, read_json
 from headgate.models.decoder import Decoder
 from headgate.models.llama import llama
 from headgate.models.mistral import mistral
+from headgate.models.mixtral import mixtral
 from headgate.models.network import Network
 from headgate.models.qwen2 import qwen2
+from headgate.models.qwen2_moe import qwen2_moe
 from headgate.models.qwen3 import qwen3
+from headgate.models.qwen3_moe import qwen3_moe
 from headgate.models.spec import ModelSpec
 
 
@@ -33,8 +36,11 @@ class Architecture:
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(llama, Decoder),
     "MistralForCausalLM": Architecture(mistral, Decoder),
+    "MixtralForCausalLM": Architecture(mixtral, Decoder),
     "Qwen2ForCausalLM": Architecture(qwen2, Decoder),
+    "Qwen2MoeForCausalLM": Architecture(qwen2_moe, Decoder),
     "Qwen3ForCausalLM": Architecture(qwen3, Decoder),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe, Decoder),
 }
 
 
@@ -84,7 +90,7 @@ def refuse_uneven(spec: ModelSpec, ranks: int) -> None:
 
     The number of KV heads divides the number of attention heads, so only KV heads and MLPs are checked.
     """
-    widths = sorted({layer.mlp.intermediate for layer in spec.layers})
+    widths = sorted({width for layer in spec.layers for width in layer.mlp.widths})
     fits = [n for n in range(1, spec.kv_heads + 1) if not any(part % n for part in (spec.kv_heads, *widths))]
     if ranks not in fits:
         mlp = " and ".join(map(str, widths))

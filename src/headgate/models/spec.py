@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from headgate.errors import UnsupportedModel
+from headgate.layers.experts import Routing
 from headgate.layers.rotary import Rope
 
 
@@ -36,14 +37,64 @@ class Dense:
     def __post_init__(self) -> None:
         refuse_less_than_one("intermediate", self.intermediate)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers that ranks divide among them."""
+        return (self.intermediate,)
+
     def num_parameters(self, hidden: int) -> int:
         return 3 * self.intermediate * hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls the parts of a mixture of experts."""
+
+    layer: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    bias: str = "gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of `count` MLPs of which each token uses some, beside one that all tokens share."""
+
+    count: int
+    intermediate: int
+    routing: Routing
+    correction_bias: bool = False  # added to the scores that experts are chosen by
+    shared: int = 0  # width of the MLP that all tokens share; 0: there is none
+    shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid of the token
+    names: ExpertNames = ExpertNames()
+
+    def __post_init__(self) -> None:
+        refuse_less_than_one("num_experts", self.count)
+        refuse_less_than_one("the size of an expert", self.intermediate)
+        routing = self.routing
+        if not 1 <= routing.top <= self.count:
+            raise UnsupportedModel(f"each token uses {routing.top} of {self.count} experts, which is not possible")
+        if routing.groups < 1 or self.count % routing.groups or not 1 <= routing.top_groups <= routing.groups:
+            raise UnsupportedModel(
+                f"{routing.top_groups} of {routing.groups} groups of {self.count} experts cannot be chosen"
+            )
+        if routing.top > self.count // routing.groups * routing.top_groups:
+            raise UnsupportedModel(f"{routing.top_groups} groups have fewer than {routing.top} experts")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.intermediate, self.shared) if self.shared else (self.intermediate,)
+
+    def num_parameters(self, hidden: int) -> int:
+        return (3 * (self.count * self.intermediate + self.shared) + self.count) * hidden
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     attention: AttentionSpec
-    mlp: Dense
+    mlp: Dense | Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +130,7 @@ class ModelSpec:
     @property
     def intermediate(self) -> int:
         """The width of the widest MLP."""
-        return max(layer.mlp.intermediate for layer in self.layers)
+        return max(max(layer.mlp.widths) for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:

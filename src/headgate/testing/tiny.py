@@ -19,12 +19,37 @@ NAMES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 OWN: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False, "attention_bias": False, "head_dim": 16},
+    "mixtral": {"sliding_window": None, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "use_sliding_window": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "qwen3_moe": {
+        "use_sliding_window": False,
+        "attention_bias": False,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 SPECIALS = ("<|end|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
@@ -100,15 +125,15 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     for i in range(config["num_hidden_layers"]):
-        for name, shape in layer_shapes(config):
+        for name, shape in layer_shapes(config, i):
             yield f"model.layers.{i}.{name}", shape
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocab, hidden)
 
 
-def layer_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+def layer_shapes(config: dict[str, Any], layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     for name, rows, columns in (
@@ -116,24 +141,57 @@ def layer_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
         ("self_attn.k_proj", kv, hidden),
         ("self_attn.v_proj", kv, hidden),
         ("self_attn.o_proj", hidden, q),
-        ("mlp.gate_proj", intermediate, hidden),
-        ("mlp.up_proj", intermediate, hidden),
-        ("mlp.down_proj", hidden, intermediate),
+        *mlp_shapes(config, layer),
     ):
         yield f"{name}.weight", (rows, columns)
         if has_bias(config, name):
             yield f"{name}.bias", (rows,)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
-    if config["model_type"] == "qwen3":
+    if config["model_type"].startswith("qwen3"):
         yield "self_attn.q_norm.weight", (head_dim,)
         yield "self_attn.k_norm.weight", (head_dim,)
 
 
+Shape = tuple[str, int, int]  # name, rows, columns
+
+
+def mlp_shapes(config: dict[str, Any], layer: int) -> list[Shape]:
+    hidden, kind = config["hidden_size"], config["model_type"]
+    if kind == "mixtral":
+        width, names = config["intermediate_size"], ("w1", "w3", "w2")
+        return [
+            ("block_sparse_moe.gate", config["num_local_experts"], hidden),
+            *expert_shapes("block_sparse_moe.experts", config["num_local_experts"], hidden, width, names),
+        ]
+    if not kind.endswith("moe") or layer in config["mlp_only_layers"] or (layer + 1) % config["decoder_sparse_step"]:
+        return gated_shapes("mlp", hidden, config["intermediate_size"])
+    shapes = [("mlp.gate", config["num_experts"], hidden)]
+    shapes += expert_shapes("mlp.experts", config["num_experts"], hidden, config["moe_intermediate_size"])
+    if kind == "qwen2_moe":
+        shapes += gated_shapes("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+        shapes.append(("mlp.shared_expert_gate", 1, hidden))
+    return shapes
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated_shapes(prefix: str, hidden: int, width: int, names: tuple[str, str, str] = GATED) -> list[Shape]:
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    return [(gate, width, hidden), (up, width, hidden), (down, hidden, width)]
+
+
+def expert_shapes(
+    prefix: str, count: int, hidden: int, width: int, names: tuple[str, str, str] = GATED
+) -> list[Shape]:
+    return [shape for i in range(count) for shape in gated_shapes(f"{prefix}.{i}", hidden, width, names)]
+
+
 def has_bias(config: dict[str, Any], name: str) -> bool:
-    if name.startswith("mlp"):
+    if name.startswith(("mlp", "block_sparse_moe")):
         return bool(config.get("mlp_bias"))
-    if config["model_type"] == "qwen2":
+    if config["model_type"].startswith("qwen2"):
         return not name.endswith("o_proj")
     return bool(config.get("attention_bias"))
 

@@ -21,7 +21,7 @@ from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 MAX_ROWS = 16
 # Reading a matrix of at most `SMALL` numbers takes no longer than a launch; for such a matrix, our product is faster
 # than the library's up to `MAX_ROWS_SMALL` rows.
-SMALL, MAX_ROWS_SMALL = 2**23, 64
+SMALL, MAX_ROWS_SMALL = 7 * 2**20, 64
 # A narrower product has too few programs to keep the device busy.
 MIN_WIDTH = 2048
 # Numbers of programs that keep the device busy.
@@ -126,12 +126,13 @@ def vector_linear(
     *,
     gated: bool = False,
     cut: Cut | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Like `small_linear`, for a single row: no matrix units, and all of a program's loads in flight at once."""
     columns = x.shape[1]
     rows = matrix.rows // 2 if gated else matrix.rows
     cut = cut or vector_cut(columns)
-    out = x.new_empty(1, rows)
+    out = x.new_empty(1, rows, dtype=out_dtype or x.dtype)
     launch(
         vector_linear_kernel,
         (triton.cdiv(rows, cut.rows),),

@@ -1,0 +1,99 @@
+"""Mixtures of experts: the choice of each token's experts, and the computation of their MLPs one expert at a time.
+
+Backends that have no kernels of their own for this use these functions. `compute_one_by_one` reads the experts of each
+token on the host, so it cannot be captured in a graph. It reads only the weights of experts that were chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from headgate.layers.backend import Backend, Matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a token's experts and their weights follow from the router's logits."""
+
+    top: int  # experts per token
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True  # the weights of a token's experts sum to one
+    scale: float = 1.0  # multiplies the weights
+    groups: int = 1  # experts are in groups of equal size ...
+    top_groups: int = 1  # ... and a token's experts are all in this many groups
+
+
+class Routed(NamedTuple):
+    """The experts of each token, in descending order of the scores they were chosen by."""
+
+    ids: torch.Tensor  # [T, top] int32
+    weights: torch.Tensor  # [T, top] float32
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One weight per expert. If `stacked` is given, they are its parts: `[experts, rows, columns]`."""
+
+    each: tuple[Matrix, ...]
+    stacked: torch.Tensor | None = None
+    scales: torch.Tensor | None = None  # [experts, rows], of quantised weights
+
+    def tensor_of(self, expert: int) -> torch.Tensor:
+        """The tensor that owns the memory of one expert's weight."""
+        return self.each[expert].data if self.stacked is None else self.stacked
+
+
+def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
+    """`logits` [T, experts] float32. `bias` [experts] takes part in the choice, not in the weights."""
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    chosen_by = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        chosen_by = within_best_groups(chosen_by, routing)
+    ids = chosen_by.topk(routing.top, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if routing.normalised:
+        weights = weights / (in_order(weights)[:, None] + 1e-20)
+    return Routed(ids.int(), weights * routing.scale)
+
+
+def within_best_groups(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The scores of experts in the best groups, and minus infinity for the others. Two experts represent a group."""
+    by_group = scores.view(len(scores), routing.groups, -1)
+    best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+    kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
+    return by_group.masked_fill(~kept[..., None], -torch.inf).view_as(scores)
+
+
+def in_order(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension in a fixed order: a library's order may depend on the number of rows."""
+    total = values[:, 0]
+    for i in range(1, values.shape[1]):
+        total = total + values[:, i]
+    return total
+
+
+def compute_one_by_one(
+    backend: Backend, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed
+) -> torch.Tensor:
+    top = routed.ids.shape[1]
+    chosen = routed.ids.flatten().long()
+    pairs = chosen.argsort(stable=True)  # of token and expert, grouped by expert
+    counts = torch.bincount(chosen, minlength=len(down.each)).tolist()
+    out = x.new_empty(len(chosen), down.each[0].rows)
+    for expert, mine in enumerate(pairs.split(counts)):
+        if len(mine):
+            inner = backend.gate_up(x[mine // top], gate_up.each[expert], None)
+            out[mine] = backend.linear(inner, down.each[expert], None)
+    return combined(out.view(len(x), top, -1), routed.weights)
+
+
+def combined(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's experts, in float32 and in the order of the choice."""
+    total = out[:, 0].float() * weights[:, :1]
+    for i in range(1, out.shape[1]):
+        total += out[:, i].float() * weights[:, i : i + 1]
+    return total.to(out.dtype)

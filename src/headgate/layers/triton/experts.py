@@ -1,0 +1,556 @@
+"""Mixtures of experts: the choice of experts, and the products of rows with the weights of their experts.
+
+A *pair* is a token and one of its experts; pair `t * top + i` is token `t` with its `i`th expert. Up to `FEW_PAIRS`
+pairs, a program multiplies one pair with some rows of its expert. With more, pairs are grouped: `group_pairs` lays them
+out by expert, in groups of at most `TOKENS` pairs of one expert, and a program multiplies one group. The number of
+groups depends on the choice of experts, so a launch has as many programs as there can be groups, and those without a
+group return at once. This way a launch can be captured in a graph.
+
+A pair's result depends on its own row alone. Which other pairs are in its group does not change the order of its sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from headgate.layers.experts import ExpertMatrices, Routed, Routing
+from headgate.layers.triton.launch import launch, overlap, wait_for_previous
+
+FEW_PAIRS = 32
+AT_ONCE = 128  # pairs that one program can group
+PLACED = 64  # pairs per program of `count_kernel` and `place_kernel`
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCut:
+    """The tiling of a product of groups: rows of the weight and pairs per program, columns per step."""
+
+    rows: int
+    columns: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+# The fastest tilings on an H200 for experts of Qwen3-30B-A3B's size (`benchmarks/gpu/experts.py`): up to how many pairs
+# per expert, and the tilings of gate and up, and of down. Both have the same number of pairs per group.
+TILINGS = (
+    (8, GroupCut(64, 128, 16, 4, 3), GroupCut(64, 128, 16, 4, 3)),
+    (24, GroupCut(64, 64, 32, 4, 4), GroupCut(64, 128, 32, 4, 3)),
+    (48, GroupCut(64, 64, 64, 4, 4), GroupCut(128, 64, 64, 4, 3)),
+    (128, GroupCut(128, 64, 128, 8, 4), GroupCut(128, 64, 128, 8, 3)),
+    (float("inf"), GroupCut(128, 64, 128, 8, 3), GroupCut(128, 64, 128, 4, 3)),
+)
+
+
+def cuts_for(pairs: int, experts: int) -> tuple[GroupCut, GroupCut]:
+    return next((gate_up, down) for most, gate_up, down in TILINGS if pairs <= most * experts)
+
+
+# For any number of pairs, so that every pair is summed in the same order.
+INVARIANT = GroupCut(64, 64, 32, 4, 3), GroupCut(64, 64, 32, 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class PairCut:
+    """The tiling of a product of one pair: rows of the weight per program, columns per step."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+GATE_UP_PAIR, DOWN_PAIR = PairCut(2, 1024, 2), PairCut(4, 256, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Pairs by expert. Group `g` is `pairs[g * tokens :][: sizes[g]]`, all of expert `experts[g]`."""
+
+    pairs: torch.Tensor
+    experts: torch.Tensor
+    sizes: torch.Tensor
+
+
+def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
+    """Like `layers.experts.route`, for experts that are not in groups."""
+    count, experts = logits.shape
+    ids = torch.empty(count, routing.top, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(count, routing.top, device=logits.device)
+    if count:
+        launch(
+            route_kernel,
+            (count,),
+            logits,
+            logits if bias is None else bias,
+            ids,
+            weights,
+            experts,
+            routing.scale,
+            TOP=routing.top,
+            SIGMOID=routing.scores == "sigmoid",
+            NORMALISED=routing.normalised,
+            BIASED=bias is not None,
+            BLOCK=triton.next_power_of_2(experts),
+            num_warps=1,
+            **overlap(logits),
+        )
+    return Routed(ids, weights)
+
+
+def compute(x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+    pairs = routed.ids.numel()
+    if pairs <= FEW_PAIRS:
+        return multiply_down(multiply_gate_up(x, gate_up, routed), down, routed)
+    return compute_grouped(x, gate_up, down, routed)
+
+
+def compute_grouped(
+    x: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    routed: Routed,
+    cuts: tuple[GroupCut, GroupCut] | None = None,
+) -> torch.Tensor:
+    pairs, experts = routed.ids.numel(), len(down.each)
+    if not pairs:
+        return torch.empty_like(x)
+    first, second = cuts or cuts_for(pairs, experts)
+    groups = group_pairs(routed.ids, experts, first.tokens)
+    inner = multiply_groups(x, gate_up, groups, first, pairs, divide=routed.ids.shape[1], gated=True)
+    outer = multiply_groups(inner, down, groups, second, pairs, divide=1, gated=False)
+    return combine(outer, routed.weights)
+
+
+def group_pairs(ids: torch.Tensor, experts: int, tokens: int) -> Groups:
+    """Groups of at most `tokens` pairs."""
+    pairs = ids.numel()
+    most = min(pairs, pairs // tokens + experts)
+    groups = Groups(*(ids.new_empty(size) for size in (most * tokens, most, most)))
+    found = groups.pairs, groups.experts, groups.sizes
+    constants = {"TOKENS": tokens, "EXPERTS": triton.next_power_of_2(experts)}
+    if pairs <= AT_ONCE:
+        block = max(triton.next_power_of_2(pairs), 64)
+        settings = constants | {"BLOCK": block, "MOST": triton.next_power_of_2(most), "num_warps": 8}
+        launch(group_few_kernel, (1,), ids, *found, pairs, most, experts, **settings, **overlap(ids))
+        return groups
+    counts, ranks = ids.new_zeros(experts), ids.new_empty(pairs)
+    programs = triton.cdiv(pairs, PLACED)
+    launch(count_kernel, (programs,), ids, counts, ranks, pairs, BLOCK=PLACED, num_warps=1)
+    settings = constants | {"BLOCK": PLACED, "num_warps": 4}
+    grid = (max(programs, triton.cdiv(most, PLACED)),)
+    launch(place_kernel, grid, ids, counts, ranks, *found, pairs, most, experts, **settings)
+    return groups
+
+
+def multiply_groups(
+    x: torch.Tensor,
+    matrices: ExpertMatrices,
+    groups: Groups,
+    cut: GroupCut,
+    pairs: int,
+    *,
+    divide: int,
+    gated: bool,
+) -> torch.Tensor:
+    """The product of each pair's row, `x[pair // divide]`, with the weight of its expert."""
+    weight, scales = stacked(matrices)
+    rows, columns = weight.shape[1] // 2 if gated else weight.shape[1], weight.shape[2]
+    out = x.new_empty(pairs, rows)
+    launch(
+        groups_kernel,
+        (triton.cdiv(rows, cut.rows), len(groups.experts)),
+        x,
+        weight,
+        weight if scales is None else scales,
+        out,
+        groups.pairs,
+        groups.experts,
+        groups.sizes,
+        rows,
+        COLUMNS=columns,
+        DIVIDE=divide,
+        SCALED=scales is not None,
+        GATED=gated,
+        TOKENS=cut.tokens,
+        ROWS=cut.rows,
+        STEP=cut.columns,
+        EVEN=columns % cut.columns == 0,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **overlap(x),
+    )
+    return out
+
+
+def combine(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    count, top = weights.shape
+    columns = out.shape[1]
+    total = out.new_empty(count, columns)
+    block = min(triton.next_power_of_2(columns), 1024)
+    grid = (count, triton.cdiv(columns, block))
+    launch(combine_kernel, grid, out, weights, total, columns, TOP=top, BLOCK=block, num_warps=4, **overlap(out))
+    return total
+
+
+def multiply_gate_up(
+    x: torch.Tensor, matrices: ExpertMatrices, routed: Routed, cut: PairCut = GATE_UP_PAIR
+) -> torch.Tensor:
+    """`silu(gate) * up` of every pair, one pair per program."""
+    weight, scales = stacked(matrices)
+    rows, columns = weight.shape[1] // 2, weight.shape[2]
+    pairs, top = routed.ids.numel(), routed.ids.shape[1]
+    out = x.new_empty(pairs, rows)
+    if pairs:
+        launch(
+            pair_gate_up_kernel,
+            (triton.cdiv(rows, cut.rows), pairs),
+            x,
+            weight,
+            weight if scales is None else scales,
+            out,
+            routed.ids,
+            rows,
+            COLUMNS=columns,
+            TOP=top,
+            SCALED=scales is not None,
+            ROWS=cut.rows,
+            STEP=min(triton.next_power_of_2(columns), cut.columns),
+            num_warps=cut.warps,
+            **overlap(x),
+        )
+    return out
+
+
+def multiply_down(
+    x: torch.Tensor, matrices: ExpertMatrices, routed: Routed, cut: PairCut = DOWN_PAIR
+) -> torch.Tensor:
+    """The weighted sum of the products of a token's pairs, one token per program."""
+    weight, scales = stacked(matrices)
+    rows, columns = weight.shape[1], weight.shape[2]
+    count, top = routed.ids.shape
+    out = x.new_empty(count, rows)
+    if count:
+        launch(
+            pair_down_kernel,
+            (triton.cdiv(rows, cut.rows), count),
+            x,
+            weight,
+            weight if scales is None else scales,
+            out,
+            routed.ids,
+            routed.weights,
+            rows,
+            COLUMNS=columns,
+            TOP=top,
+            PADDED=triton.next_power_of_2(top),
+            SCALED=scales is not None,
+            ROWS=cut.rows,
+            STEP=min(triton.next_power_of_2(columns), cut.columns),
+            num_warps=cut.warps,
+            **overlap(x),
+        )
+    return out
+
+
+def stacked(matrices: ExpertMatrices) -> tuple[torch.Tensor, torch.Tensor | None]:
+    assert matrices.stacked is not None, "these kernels find the weight of an expert by its number"
+    return matrices.stacked, matrices.scales
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    bias,
+    ids,
+    weights,
+    experts,
+    scale,
+    TOP: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    known = expert < experts
+    wait_for_previous(PDL)
+    values = tl.load(logits + token * experts + expert, mask=known, other=float("-inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-values))
+    else:
+        powers = tl.exp(values - tl.max(values, 0))
+        scores = powers / tl.sum(powers, 0)
+    chosen_by = scores
+    if BIASED:
+        chosen_by += tl.load(bias + expert, mask=known, other=0.0)
+    chosen_by = tl.where(known, chosen_by, float("-inf"))
+    total = 0.0
+    for i in tl.static_range(TOP):
+        best = tl.argmax(chosen_by, 0)
+        weight = tl.sum(tl.where(expert == best, scores, 0.0), 0)
+        total += weight
+        tl.store(ids + token * TOP + i, best.to(tl.int32))
+        tl.store(weights + token * TOP + i, weight * scale)
+        chosen_by = tl.where(expert == best, float("-inf"), chosen_by)
+    if NORMALISED:
+        tl.debug_barrier()
+        for i in tl.static_range(TOP):
+            weight = tl.load(weights + token * TOP + i)
+            tl.store(weights + token * TOP + i, weight / (total + 1e-20))
+
+
+@triton.jit(do_not_specialize=["pairs", "most"])
+def group_few_kernel(
+    ids,
+    placed,
+    group_experts,
+    group_sizes,
+    pairs,
+    most,
+    experts,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program compares all pairs with each other, which for a few of them is faster than several launches."""
+    wait_for_previous(PDL)
+    pair, expert = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    inside = pair < pairs
+    mine = tl.load(ids + pair, mask=inside, other=0)
+    rank = tl.zeros([BLOCK], tl.int32)
+    count = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, pairs, 16):
+        other = first + tl.arange(0, 16)
+        theirs = tl.load(ids + other, mask=other < pairs, other=-1)
+        before = (mine[:, None] == theirs[None, :]) & (other[None, :] < pair[:, None])
+        rank += tl.sum(before.to(tl.int32), 1)
+        count += tl.sum((expert[:, None] == theirs[None, :]).to(tl.int32), 1)
+    groups = (count + TOKENS - 1) // TOKENS
+    starts = tl.cumsum(groups, 0) - groups
+    tl.store(placed + tl.gather(starts, mine, 0) * TOKENS + rank, pair, mask=inside)
+    for i in range(tl.max(groups, 0)):
+        tl.store(group_experts + starts + i, expert, mask=i < groups)
+        tl.store(group_sizes + starts + i, tl.minimum(count - i * TOKENS, TOKENS), mask=i < groups)
+    group = tl.arange(0, MOST)
+    tl.store(group_sizes + group, 0, mask=(group >= tl.sum(groups, 0)) & (group < most))
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def count_kernel(ids, counts, ranks, pairs, BLOCK: tl.constexpr):
+    """A pair's rank is the number of pairs of its expert that were counted before it."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < pairs
+    expert = tl.load(ids + pair, mask=inside, other=0)
+    rank = tl.atomic_add(counts + expert, 1, mask=inside)
+    tl.store(ranks + pair, rank, mask=inside)
+
+
+@triton.jit(do_not_specialize=["pairs", "most"])
+def place_kernel(
+    ids,
+    counts,
+    ranks,
+    placed,
+    group_experts,
+    group_sizes,
+    pairs,
+    most,
+    experts,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    expert = tl.arange(0, EXPERTS)
+    count = tl.load(counts + expert, mask=expert < experts, other=0)
+    groups = (count + TOKENS - 1) // TOKENS
+    ends = tl.cumsum(groups, 0)
+    starts = ends - groups  # the first group of each expert
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+
+    inside = number < pairs
+    mine = tl.load(ids + number, mask=inside, other=0)
+    rank = tl.load(ranks + number, mask=inside, other=0)
+    first = tl.sum(tl.where(mine[:, None] == expert[None, :], starts[None, :], 0), 1)
+    tl.store(placed + first * TOKENS + rank, number, mask=inside)
+
+    inside = number < most
+    owner = tl.sum((ends[None, :] <= number[:, None]).to(tl.int32), 1)
+    owned = owner[:, None] == expert[None, :]
+    before = (number - tl.sum(tl.where(owned, starts[None, :], 0), 1)) * TOKENS
+    size = tl.sum(tl.where(owned, count[None, :], 0), 1) - before
+    used = owner < experts
+    tl.store(group_experts + number, tl.where(used, owner, 0), mask=inside)
+    tl.store(group_sizes + number, tl.where(used, tl.minimum(size, TOKENS), 0), mask=inside)
+
+
+@triton.jit
+def groups_kernel(
+    x,
+    weight,
+    scale,
+    out,
+    placed,
+    group_experts,
+    group_sizes,
+    rows,
+    COLUMNS: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_previous(PDL)
+    group = tl.program_id(1)
+    size = tl.load(group_sizes + group)
+    if size == 0:
+        return
+    expert = tl.load(group_experts + group).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    owned = row < rows
+    place = tl.arange(0, TOKENS)
+    taken = place < size
+    pair = tl.load(placed + group.to(tl.int64) * TOKENS + place, mask=taken, other=0).to(tl.int64)
+    token = pair // DIVIDE
+    height = 2 * rows if GATED else rows
+    first_row = expert * height
+    # Rows past the end of the weight are read from row 0 and never stored, which is faster than masked loads.
+    weight_at = weight + (first_row + tl.where(owned, row, 0)[:, None]) * COLUMNS
+    up_at = weight_at + rows.to(tl.int64) * COLUMNS
+    x_at = x + token[None, :] * COLUMNS
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    other = tl.zeros([ROWS, TOKENS], tl.float32)
+    for first in range(0, COLUMNS, STEP):
+        column = first + tl.arange(0, STEP)
+        if EVEN:
+            w = tl.load(weight_at + column[None, :])
+            rows_in = tl.load(x_at + column[:, None], mask=taken[None, :], other=0.0)
+        else:
+            inside = column < COLUMNS
+            w = tl.load(weight_at + column[None, :], mask=inside[None, :], other=0.0)
+            rows_in = tl.load(x_at + column[:, None], mask=inside[:, None] & taken[None, :], other=0.0)
+        acc = tl.dot(w.to(rows_in.dtype), rows_in, acc, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                u = tl.load(up_at + column[None, :])
+            else:
+                u = tl.load(up_at + column[None, :], mask=inside[None, :], other=0.0)
+            other = tl.dot(u.to(rows_in.dtype), rows_in, other, input_precision="ieee")
+    if SCALED:
+        acc *= tl.load(scale + first_row + row, mask=owned, other=0.0)[:, None]
+        if GATED:
+            other *= tl.load(scale + first_row + rows + row, mask=owned, other=0.0)[:, None]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * other
+    at = out + pair[None, :] * rows + row[:, None]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=owned[:, None] & taken[None, :])
+
+
+@triton.jit
+def combine_kernel(out, weights, total, columns, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    wait_for_previous(PDL)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP):
+        pair = token * TOP + i
+        value = tl.load(out + pair * columns + column, mask=inside, other=0.0).to(tl.float32)
+        acc += value * tl.load(weights + pair)
+    tl.store(total + token * columns + column, acc.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def pair_gate_up_kernel(
+    x,
+    weight,
+    scale,
+    out,
+    ids,
+    rows,
+    COLUMNS: tl.constexpr,
+    TOP: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pair = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    owned = row < rows
+    wait_for_previous(PDL)
+    first_row = tl.load(ids + pair).to(tl.int64) * 2 * rows
+    gate_at = weight + (first_row + row[:, None]) * COLUMNS
+    up_at = gate_at + rows.to(tl.int64) * COLUMNS
+    gates = tl.zeros([ROWS, STEP], tl.float32)
+    ups = tl.zeros([ROWS, STEP], tl.float32)
+    for first in tl.static_range(0, COLUMNS, STEP):
+        column = first + tl.arange(0, STEP)
+        inside = column < COLUMNS
+        mask = owned[:, None] & inside[None, :]
+        g = tl.load(gate_at + column[None, :], mask=mask, other=0.0)
+        u = tl.load(up_at + column[None, :], mask=mask, other=0.0)
+        numbers = tl.load(x + pair // TOP * COLUMNS + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        gates += g.to(tl.float32) * numbers
+        ups += u.to(tl.float32) * numbers
+    gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
+    if SCALED:
+        gate *= tl.load(scale + first_row + row, mask=owned, other=0.0)
+        up *= tl.load(scale + first_row + rows + row, mask=owned, other=0.0)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + pair * rows + row, result.to(out.dtype.element_ty), mask=owned)
+
+
+@triton.jit
+def pair_down_kernel(
+    x,
+    weight,
+    scale,
+    out,
+    ids,
+    weights,
+    rows,
+    COLUMNS: tl.constexpr,
+    TOP: tl.constexpr,
+    PADDED: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All experts of a token at once: row `i * ROWS + j` of the tile is row `j` of the `i`th expert."""
+    token = tl.program_id(1).to(tl.int64)
+    place = tl.arange(0, PADDED * ROWS)
+    row, chosen = tl.program_id(0) * ROWS + place % ROWS, place // ROWS
+    owned = (row < rows) & (chosen < TOP)
+    wait_for_previous(PDL)
+    pair = token * TOP + chosen
+    expert_row = tl.load(ids + pair, mask=owned, other=0).to(tl.int64) * rows + row
+    sums = tl.zeros([PADDED * ROWS, STEP], tl.float32)
+    for first in tl.static_range(0, COLUMNS, STEP):
+        column = first + tl.arange(0, STEP)
+        mask = owned[:, None] & (column < COLUMNS)[None, :]
+        w = tl.load(weight + expert_row[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0)
+        numbers = tl.load(x + pair[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0)
+        sums += w.to(tl.float32) * numbers.to(tl.float32)
+    result = tl.sum(sums, 1)
+    if SCALED:
+        result *= tl.load(scale + expert_row, mask=owned, other=0.0)
+    # Rounded as the product of a single expert would be.
+    result = result.to(out.dtype.element_ty).to(tl.float32)
+    result *= tl.load(weights + pair, mask=owned, other=0.0)
+    total = tl.sum(tl.reshape(result, [PADDED, ROWS]), 0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(out + token * rows + row, total.to(out.dtype.element_ty), mask=row < rows)

@@ -1,0 +1,157 @@
+"""Mixtures of experts on every backend, against the definition: each token's experts, one after another, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headgate.layers.backend import NO_FP8, Fp8, Heads
+from headgate.layers.cpu import Kernels, load_kernels
+from headgate.layers.cpu_backend import CpuBackend
+from headgate.layers.experts import Routed, Routing, route
+from headgate.layers.formats import floating
+from headgate.layers.torch_backend import DeterministicTorchBackend, TorchBackend
+from tests.layers.test_triton import HAS_GPU, INTERPRETED, triton_backend
+
+HEADS = Heads(4, 2, 64)
+CPU = torch.device("cpu")
+ROUTINGS = {
+    "softmax": Routing(top=3),
+    "not normalised": Routing(top=2, normalised=False),
+    "sigmoid, scaled": Routing(top=4, scores="sigmoid", scale=2.5),
+    "groups": Routing(top=3, scores="sigmoid", groups=4, top_groups=2),
+}
+
+
+def deterministic(device, dtype, fp8=NO_FP8):
+    from headgate.layers.triton_backend import DeterministicTritonBackend
+
+    return DeterministicTritonBackend(device, dtype, HEADS, fp8)
+
+
+def compiled(device, dtype):
+    kernels = load_kernels()
+    if not isinstance(kernels, Kernels):
+        pytest.skip("the CPU kernels are not compiled")
+    return CpuBackend(kernels, dtype, HEADS)
+
+
+BACKENDS = [
+    pytest.param(lambda: TorchBackend(CPU, torch.float32, HEADS), id="torch"),
+    pytest.param(lambda: DeterministicTorchBackend(CPU, torch.float32, HEADS), id="torch, deterministic"),
+    pytest.param(lambda: compiled(CPU, torch.float32), id="cpu"),
+    pytest.param(lambda: triton_backend(CPU, torch.float32, HEADS), id="triton", marks=INTERPRETED),
+    pytest.param(lambda: deterministic(CPU, torch.float32), id="triton, deterministic", marks=INTERPRETED),
+]
+GPU_BACKENDS = [
+    pytest.param(lambda dtype, fp8: triton_backend(torch.device("cuda"), dtype, HEADS, fp8), id="triton"),
+    pytest.param(lambda dtype, fp8: deterministic(torch.device("cuda"), dtype, fp8), id="triton, deterministic"),
+]
+
+
+class Weights:
+    def __init__(self, backend, experts, hidden, width, seed=1):
+        random = torch.Generator().manual_seed(seed)
+        self.gate, self.up = torch.randn(2, experts, width, hidden, generator=random) / hidden**0.5
+        self.down = torch.randn(experts, hidden, width, generator=random) / width**0.5
+        self.gate_up_packed = backend.expert_gate_up_matrices(experts, width, hidden)
+        self.down_packed = backend.expert_matrices(experts, hidden, width)
+        for i in reversed(range(experts)):
+            backend.pack_gate_up(self.gate_up_packed.each[i], floating(self.up[i]), width)
+            backend.pack_gate_up(self.gate_up_packed.each[i], floating(self.gate[i]), 0)
+            backend.pack(self.down_packed.each[i], floating(self.down[i]), 0)
+
+    def expected(self, x, routed):
+        out = torch.zeros(len(x), self.down.shape[1], dtype=torch.float64)
+        for t, row in enumerate(x.double().cpu()):
+            for expert, weight in zip(routed.ids[t].tolist(), routed.weights[t].tolist(), strict=True):
+                gate, up = self.gate[expert].double() @ row, self.up[expert].double() @ row
+                out[t] += weight * (self.down[expert].double() @ (gate * gate.sigmoid() * up))
+        return out
+
+
+def routed_rows(count, experts, top, seed=2, skew=0.0):
+    """With `skew`, a few experts get most rows."""
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, experts, generator=random) - skew * torch.arange(experts)
+    return route(logits, Routing(top=top), None)
+
+
+def assert_near(found, expected, most=1e-5):
+    assert torch.isfinite(found).all()
+    error = (found.double().cpu() - expected).norm() / expected.norm()
+    assert error < most, f"off by {error:.2e}"
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize(("count", "skew"), [(1, 0.0), (5, 0.0), (40, 0.0), (40, 1.5), (70, 9.0)])
+def test_a_row_is_the_weighted_sum_of_its_experts(make, count, skew):
+    backend = make()
+    weights = Weights(backend, experts=6, hidden=64, width=48)
+    x, routed = torch.randn(count, 64), routed_rows(count, 6, 3, skew=skew)
+    assert_near(backend.experts(x, weights.gate_up_packed, weights.down_packed, routed), weights.expected(x, routed))
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_backend_chooses_the_experts_of_the_reference(make, name, biased):
+    logits, bias = torch.randn(33, 12), torch.randn(12) if biased else None
+    ours, theirs = make().route(logits, ROUTINGS[name], bias), route(logits, ROUTINGS[name], bias)
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    torch.testing.assert_close(ours.weights, theirs.weights)
+
+
+def test_a_bias_changes_the_choice_and_not_the_weights():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    routed = route(logits, Routing(top=2, normalised=False), torch.tensor([0.0, 0.0, 0.0, 5.0]))
+    assert routed.ids.tolist() == [[3, 0]]
+    torch.testing.assert_close(routed.weights, logits.softmax(-1)[:, [3, 0]])
+
+
+def test_experts_outside_the_best_groups_are_not_chosen():
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.8, 0.0]])  # groups of two: sums 1.0, 1.1, 0.8
+    routed = route(scores.logit(1e-6), Routing(top=2, scores="sigmoid", groups=3, top_groups=1), None)
+    assert routed.ids.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("make", BACKENDS[1:3] + BACKENDS[4:])
+def test_60_a_row_does_not_depend_on_the_other_rows(make):
+    backend = make()
+    weights = Weights(backend, experts=6, hidden=64, width=48)
+    x, routed = torch.randn(40, 64), routed_rows(40, 6, 3)
+    together = backend.experts(x, weights.gate_up_packed, weights.down_packed, routed)
+    for some in ([7], [0, 7, 39], [*range(3, 20)]):
+        part = Routed(routed.ids[some].contiguous(), routed.weights[some].contiguous())
+        alone = backend.experts(x[some], weights.gate_up_packed, weights.down_packed, part)
+        assert torch.equal(alone, together[some])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("make", GPU_BACKENDS)
+@pytest.mark.parametrize("fp8", [NO_FP8, Fp8(weights=True)], ids=["", "fp8"])
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 64, 256, 1000])
+def test_experts_on_a_gpu(make, fp8, count):
+    backend = make(torch.bfloat16, fp8)
+    weights = Weights(backend, experts=32, hidden=512, width=192)
+    x = torch.randn(count, 512, device="cuda", dtype=torch.bfloat16)
+    logits = torch.randn(count, 32, device="cuda")
+    routed = backend.route(logits, Routing(top=4), None)
+    assert routed.ids.tolist() == route(logits, Routing(top=4), None).ids.tolist()
+    found = backend.experts(x, weights.gate_up_packed, weights.down_packed, routed)
+    assert_near(found, weights.expected(x, routed), 6e-2 if fp8.weights else 1.5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_60_a_row_does_not_depend_on_the_other_rows_on_a_gpu():
+    backend = deterministic(torch.device("cuda"), torch.bfloat16)
+    weights = Weights(backend, experts=32, hidden=512, width=192)
+    x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16)
+    routed = backend.route(torch.randn(300, 32, device="cuda"), Routing(top=4), None)
+    together = backend.experts(x, weights.gate_up_packed, weights.down_packed, routed)
+    for some in ([7], [0, 7, 299], [*range(30, 130)]):
+        part = Routed(routed.ids[some].contiguous(), routed.weights[some].contiguous())
+        alone = backend.experts(x[some].contiguous(), weights.gate_up_packed, weights.down_packed, part)
+        assert torch.equal(alone, together[some])
