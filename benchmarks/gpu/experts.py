@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from benchmarks.gpu.kernels import error, time_us
 
-from headgate.layers.backend import Heads
-from headgate.layers.experts import Routed, Routing, compute_one_by_one
+from headgate.layers.backend import Heads, Routed, Routing
+from headgate.layers.experts import compute_one_by_one
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton import experts
 from headgate.layers.triton.experts import GroupCut, PairCut

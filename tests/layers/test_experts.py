@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headgate.layers.backend import NO_FP8, Fp8, Heads
+from headgate.layers.backend import NO_FP8, Fp8, Heads, Routed, Routing
 from headgate.layers.cpu import Kernels, load_kernels
 from headgate.layers.cpu_backend import CpuBackend
-from headgate.layers.experts import Routed, Routing, route
+from headgate.layers.experts import route
 from headgate.layers.formats import floating
 from headgate.layers.torch_backend import DeterministicTorchBackend, TorchBackend
 from tests.layers.test_triton import HAS_GPU, INTERPRETED, triton_backend

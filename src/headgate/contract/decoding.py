@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,9 +19,22 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*?)`")
 
 
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_building = threading.Lock()
+
+
+def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    """One at a time: msgspec crashes if two threads resolve the fields of a struct at once."""
+    if (found := _decoders.get(kind)) is None:
+        with _building:
+            found = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
+
+
 def decode(body: bytes | bytearray, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        value: T = _decoder_of(kind).decode(body)
+        return value
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -30,6 +44,7 @@ def decode(body: bytes | bytearray, kind: type[T]) -> T:
 def convert(value: Any, kind: Any, param: str) -> Any:
     """Check a value that has already been decoded from JSON."""
     try:
+        _decoder_of(kind)  # so that the fields of `kind` are resolved
         return msgspec.convert(value, kind, str_keys=True)  # the keys of JSON objects are strings
     except msgspec.ValidationError as error:
         raise _explained(str(error), param) from None

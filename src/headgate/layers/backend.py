@@ -15,12 +15,11 @@ no other code depends on either layout. Rules for every backend:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from headgate.layers.batch import Batch
-from headgate.layers.experts import ExpertMatrices, Routed, Routing
 from headgate.layers.formats import Weight, WeightFormat
 
 
@@ -71,6 +70,38 @@ class Rotary:
     q_norm: torch.Tensor | None = None  # [head size]
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a token's experts and their weights follow from the router's logits."""
+
+    top: int  # experts per token
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True  # the weights of a token's experts sum to one
+    scale: float = 1.0  # multiplies the weights
+    groups: int = 1  # experts are in groups of equal size ...
+    top_groups: int = 1  # ... and a token's experts are all in this many groups
+
+
+class Routed(NamedTuple):
+    """The experts of each token, in descending order of the scores they were chosen by."""
+
+    ids: torch.Tensor  # [T, top] int32
+    weights: torch.Tensor  # [T, top] float32
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """One weight per expert. If `stacked` is given, they are its parts: `[experts, rows, columns]`."""
+
+    each: tuple[Matrix, ...]
+    stacked: torch.Tensor | None = None
+    scales: torch.Tensor | None = None  # [experts, rows], of quantised weights
+
+    def tensor_of(self, expert: int) -> torch.Tensor:
+        """The tensor that owns the memory of one expert's weight."""
+        return self.each[expert].data if self.stacked is None else self.stacked
 
 
 class Backend(Protocol):

@@ -10,11 +10,11 @@ import math
 
 import torch
 
-from headgate.layers.backend import KV, Heads, Matrix, Rotary
+from headgate.layers.backend import KV, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
 from headgate.layers.cpu.kernels import LANES, kv_block_shapes
-from headgate.layers.experts import ExpertMatrices, Routed, Routing, compute_one_by_one, route
+from headgate.layers.experts import compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
 
 

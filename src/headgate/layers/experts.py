@@ -6,45 +6,9 @@ token on the host, so it cannot be captured in a graph. It reads only the weight
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
 import torch
 
-if TYPE_CHECKING:
-    from headgate.layers.backend import Backend, Matrix
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """How a token's experts and their weights follow from the router's logits."""
-
-    top: int  # experts per token
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True  # the weights of a token's experts sum to one
-    scale: float = 1.0  # multiplies the weights
-    groups: int = 1  # experts are in groups of equal size ...
-    top_groups: int = 1  # ... and a token's experts are all in this many groups
-
-
-class Routed(NamedTuple):
-    """The experts of each token, in descending order of the scores they were chosen by."""
-
-    ids: torch.Tensor  # [T, top] int32
-    weights: torch.Tensor  # [T, top] float32
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMatrices:
-    """One weight per expert. If `stacked` is given, they are its parts: `[experts, rows, columns]`."""
-
-    each: tuple[Matrix, ...]
-    stacked: torch.Tensor | None = None
-    scales: torch.Tensor | None = None  # [experts, rows], of quantised weights
-
-    def tensor_of(self, expert: int) -> torch.Tensor:
-        """The tensor that owns the memory of one expert's weight."""
-        return self.each[expert].data if self.stacked is None else self.stacked
+from headgate.layers.backend import Backend, ExpertMatrices, Routed, Routing
 
 
 def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
@@ -84,7 +48,7 @@ def compute_one_by_one(
     pairs = chosen.argsort(stable=True)  # of token and expert, grouped by expert
     counts = torch.bincount(chosen, minlength=len(down.each)).tolist()
     out = x.new_empty(len(chosen), down.each[0].rows)
-    for expert, mine in enumerate(pairs.split(counts)):
+    for expert, mine in enumerate(torch.split(pairs, counts)):
         if len(mine):
             inner = backend.gate_up(x[mine // top], gate_up.each[expert], None)
             out[mine] = backend.linear(inner, down.each[expert], None)

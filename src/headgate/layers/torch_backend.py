@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, Heads, Matrix, Rotary
+from headgate.layers.backend import KV, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
 from headgate.layers.batch import Batch
-from headgate.layers.experts import ExpertMatrices, Routed, Routing, compute_one_by_one, route
+from headgate.layers.experts import compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, NO_FP8, Fp8, Heads, Matrix, Rotary
+from headgate.layers.backend import KV, NO_FP8, ExpertMatrices, Fp8, Heads, Matrix, Rotary, Routed, Routing
 from headgate.layers.batch import Batch
-from headgate.layers.experts import ExpertMatrices, Routed, Routing
 from headgate.layers.formats import FP8, Floating, Fp8Rows, Weight, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton import experts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headgate.layers.experts import Routing
+from headgate.layers.backend import Routing
 from headgate.models.config import Config, decoder_spec, windowed
 from headgate.models.spec import AttentionSpec, ExpertNames, Experts, LayerSpec, ModelSpec
 

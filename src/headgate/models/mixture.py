@@ -10,8 +10,7 @@ from functools import partial
 
 import torch
 
-from headgate.layers.backend import Backend
-from headgate.layers.experts import ExpertMatrices
+from headgate.layers.backend import Backend, ExpertMatrices
 from headgate.layers.formats import Weight
 from headgate.layers.linear import Linear
 from headgate.layers.parameter import WeightParameter, tensor_parameter, under

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headgate.layers.experts import Routing
+from headgate.layers.backend import Routing
 from headgate.models.config import Config, decoder_spec, qwen_windows, sparse_layers, windowed
 from headgate.models.spec import AttentionSpec, Experts, ModelSpec
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from headgate.errors import UnsupportedModel
-from headgate.layers.experts import Routing
+from headgate.layers.backend import Routing
 from headgate.layers.rotary import Rope
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from tqdm import tqdm
 
+from headgate.device.weights.stacking import StoredPiece, pieces_of
 from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, OutOfMemory, RankLost, SourceLost
 from headgate.layers.formats import floating
 from headgate.layers.parameter import WeightParameter
@@ -83,17 +84,31 @@ def load_weights(
         with ExitStack() as opened:
             if isinstance(source, AbstractContextManager):
                 opened.enter_context(source)
-            parameters, found = dict(model.parameters()), source.metadata()
+            parameters = dict(model.parameters())
+            pieces = {name: pieces_of(name, info.shape, parameters) for name, info in source.metadata().items()}
+            found = contents(source.metadata(), pieces)
             if getattr(source, "partial", False):  # the other parameters keep their values
                 parameters = {name: parameter for name, parameter in parameters.items() if name in found}
             verify(parameters, found)
             if before_write is not None:
                 before_write()
-            write(parameters, watched(source, len(parameters), progress))
+            tensors = watched(source, len(pieces), progress)
+            write(parameters, ((piece.name, piece.of(tensor)) for name, tensor in tensors for piece in pieces[name]))
     except (ModelError, RankLost, OutOfMemory):
         raise
     except Exception as error:  # any other error, which occurred before the first write
         raise SourceLost(f"the weights cannot be read: {error}") from error
+
+
+def contents(stored: Mapping[str, TensorInfo], pieces: Mapping[str, list[StoredPiece]]) -> dict[str, TensorInfo]:
+    """The tensors of a source as the model names them."""
+    found: dict[str, TensorInfo] = {}
+    for name, (dtype, shape) in stored.items():
+        for piece in pieces[name]:
+            if piece.name in found:
+                raise BrokenCheckpoint(f"the checkpoint has tensor {piece.name} twice: alone, and in {name}")
+            found[piece.name] = TensorInfo(dtype, piece.shape(shape) if piece.name != name else shape)
+    return found
 
 
 def write(parameters: Mapping[str, WeightParameter], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -7,7 +7,7 @@ expects one tensor per expert and matrix. `pieces_of` says which of those a stor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ import torch
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}  # the first half of the rows, and the second
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """The part of a stored tensor that is one tensor of the model."""
 
     name: str
@@ -33,25 +33,32 @@ class Piece(NamedTuple):
 WHOLE = slice(None)
 
 
-def pieces_of(name: str, shape: tuple[int, ...], expected: Collection[str]) -> list[Piece]:
+def pieces_of(name: str, shape: tuple[int, ...], expected: Collection[str]) -> list[StoredPiece]:
     """The tensors in `expected` that the stored tensor contains; itself, if it is none of several."""
     if name in expected or len(shape) not in (2, 3):
-        return [Piece(name, None, WHOLE)]
+        return [StoredPiece(name, None, WHOLE)]
     prefix, _, last = name.removesuffix(".weight").rpartition(".")
     experts = [f"{prefix}.{i}." for i in range(shape[0])] if len(shape) == 3 else [f"{prefix}."]
     parts = FUSED.get(last, (last,))
     if not all(f"{experts[0] if experts else prefix}{part}.weight" in expected for part in parts):
-        return [Piece(name, None, WHOLE)]
+        return [StoredPiece(name, None, WHOLE)]
     height = shape[-2] // len(parts)
     return [
-        Piece(f"{expert}{part}.weight", i if len(shape) == 3 else None, slice(j * height, (j + 1) * height))
+        StoredPiece(f"{expert}{part}.weight", i if len(shape) == 3 else None, slice(j * height, (j + 1) * height))
         for i, expert in enumerate(experts)
         for j, part in enumerate(parts)
     ]
 
 
-def pieces_in(stored: Mapping[str, tuple[int, ...]], expected: Collection[str]) -> Iterator[tuple[str, Piece]]:
-    """Every piece of every stored tensor, with the name of that tensor."""
-    for name, shape in stored.items():
-        for piece in pieces_of(name, shape, expected):
-            yield name, piece
+def stacked_names(expected: Collection[str]) -> frozenset[str]:
+    """Names, without `.weight`, of tensors that contain several of `expected`."""
+    found = set()
+    for name in expected:
+        prefix, _, part = name.removesuffix(".weight").rpartition(".")
+        places = [prefix]
+        above, _, last = prefix.rpartition(".")
+        if last.isdecimal():
+            places.append(above)
+            found.add(f"{above}.{part}")
+        found.update(f"{place}.{fused}" for place in places for fused, parts in FUSED.items() if part in parts)
+    return frozenset(found)

@@ -21,6 +21,7 @@ from headgate.device.weights.loading import (
     refuse_unexpected,
     type_name,
 )
+from headgate.device.weights.stacking import pieces_of, stacked_names
 from headgate.errors import BrokenCheckpoint, OutOfMemory
 from headgate.protocol.command import Collected, TensorSpec
 
@@ -54,6 +55,8 @@ class StagedWeights:
         self._room = room
         self._place: torch.device | None = None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._arrived: set[str] = set()  # names as sent; a tensor may contain several of the model's
+        self._stacked = stacked_names(expected)
 
     def __repr__(self) -> str:
         return f"<StagedWeights {len(self._tensors)} of {len(self._expected)} tensors>"
@@ -62,18 +65,24 @@ class StagedWeights:
         return len(self._tensors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._arrived
 
     def wants(self, name: str) -> bool:
-        return name in self._expected
+        return name in self._expected or name.removesuffix(".weight") in self._stacked
 
     def verify(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise BrokenCheckpoint if the model has no place for one of `tensors`."""
         refuse_unexpected(each.name for each in tensors if not self.wants(each.name) and not harmless(each.name))
         for each in tensors:
             if self.wants(each.name):
-                refuse_shape(each.name, self._expected[each.name], each.shape)
                 refuse_dtype(each.name, dtype_of(each.dtype))
+                self._verify_pieces(each.name, each.shape)
+
+    def _verify_pieces(self, name: str, shape: tuple[int, ...]) -> None:
+        pieces = pieces_of(name, shape, self._expected)
+        refuse_unexpected(piece.name for piece in pieces if piece.name not in self._expected)
+        for piece in pieces:
+            refuse_shape(piece.name, self._expected[piece.name], shape if piece.name == name else piece.shape(shape))
 
     def place(self, dtype: torch.dtype) -> torch.device:
         """Where parts are kept; decided for the whole model when its first part arrives."""
@@ -86,7 +95,10 @@ class StagedWeights:
         return self._place
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors |= tensors
+        for name, tensor in tensors:
+            self._arrived.add(name)
+            for piece in pieces_of(name, tuple(tensor.shape), self._expected):
+                self._tensors[piece.name] = tensor if piece.name == name else piece.of(tensor)
 
     def state(self) -> Collected:
         missing = self._expected.keys() - self._tensors.keys()

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headgate.layers.experts import ExpertMatrices, Routed, Routing
+from headgate.layers.backend import ExpertMatrices, Routed, Routing
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 FEW_PAIRS = 32
