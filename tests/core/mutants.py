@@ -147,7 +147,7 @@ MUTANTS = [
         "        ticket, seq.ticket = seq.ticket, None\n",
         "        ticket = seq.ticket\n",
     ),
-    scheduler("a transfer leaves one token to compute", "min(ticket.tokens, len(seq.tokens) - 1))", "ticket.tokens)"),
+    scheduler("a transfer leaves one token to compute", "min(ticket.tokens, seq.wanted - 1))", "ticket.tokens)"),
     fetches(
         "a transfer skips blocks that are cached locally",
         "        skip, end = seq.published, -",
@@ -155,8 +155,8 @@ MUTANTS = [
     ),
     admission(
         "a prefix hit leaves one token to compute",
-        "(len(seq.tokens) - 1) // size - seq.exports",
-        "len(seq.tokens) // size - seq.exports",
+        "seq.keys((wanted - 1) // size,",
+        "seq.keys(wanted // size,",
     ),
     scheduler(
         "only known tokens are published", "full = min(seq.computed, len(seq.tokens)) //", "full = seq.computed //"
@@ -201,9 +201,8 @@ MUTANTS = [
         "(plan.starts[i] + plan.counts[i]) //",
         "(plan.starts[i] + plan.counts[i] + 3) //",
     ),
-    admission("an export computes its last block", " // size - seq.exports", " // size"),
     admission(
-        "an export holds only the blocks that it exports", "min(len(seq.tokens), seq.limit - 1)", "len(seq.tokens)"
+        "an export holds only the blocks that it exports", "blocks_for(seq.wanted)", "blocks_for(len(seq.tokens))"
     ),
     scheduler(
         "a preempted export ends",
@@ -227,7 +226,7 @@ MUTANTS = [
         "        if seq.phase is Phase.RUNNING:\n            self._drop_ticket(seq)\n",
         "",
     ),
-    scheduler("an export without a block ends at once", "            if seq.limit == 1:", "            if False:"),
+    scheduler("an export without a block ends at once", "        if seq.limit == 1:", "        if False:"),
     admission(
         "an engine that serves no KV exports none", "        if not self._limits.exports:", "        if False:"
     ),
@@ -279,7 +278,9 @@ MUTANTS = [
         "        if prompt_len + max_tokens > most:",
         "        if prompt_len > most:",
     ),
-    admission("a prompt needs room for an answer", "        if prompt_len >= most:", "        if prompt_len > most:"),
+    admission(
+        "a prompt needs room for an answer", "        if prompt_len >= most and", "        if prompt_len > most and"
+    ),
     admission(
         "capacity bounds the context",
         "min(limits.max_context, pool.num_blocks * pool.block_size)",
@@ -336,8 +337,20 @@ MUTANTS = [
         "        self._finish_if_done(seq)\n\n    def abort",
         "\n    def abort",
     ),
-    admission("a scored prompt is computed whole", "        if _unscored(seq):\n            return []\n", ""),
-    admission("a scored prompt is not fetched", " or _unscored(seq):", ":"),
+    admission(
+        "a scored position is computed", "min(seq.wanted, seq.scored) if seq.unscored else seq.wanted", "seq.wanted"
+    ),
+    admission("a scored prompt is not fetched", " or seq.unscored:", ":"),
+    scheduler(
+        "a prompt without an answer ends when it is computed",
+        "elif seq.prompt_only and plan.starts[i] + plan.counts[i] == seq.wanted:",
+        "elif False:",
+    ),
+    scheduler(
+        "scores begin where the request asks",
+        "first = max(start + 1, seq.request.sampling.prompt_logprobs_start)",
+        "first = start + 1",
+    ),
     admission("admission leaves room to grow", "pool.idle(hit) + running >", "pool.idle(hit) >"),
     admission(
         "unknown generated tokens are refused",
@@ -357,7 +370,7 @@ MUTANTS = [
     scheduler(
         "the first outputs carry the first version", "self._outbox = Outputs(version)", "self._outbox = Outputs()"
     ),
-    scheduler("a position is scored once", "fresh = scores[max(0, seq.scored - (start + 1)) :]", "fresh = scores"),
+    scheduler("a position is scored once", "fresh = scores[max(0, seq.scored - first) :]", "fresh = scores"),
     scheduler("the terminal output comes once", "        del self.sequences[seq.id]\n", ""),
     admission("a grammar needs a tokenizer", " and not self._limits.takes_grammars:", " and False:"),
     admission("a grammar means lockstep", "lockstep=sampling.grammar is not None,", "lockstep=False,"),
@@ -382,8 +395,8 @@ MUTANTS = [
     scheduler("the oldest step lands first", "self._launched.popleft()", "self._launched.pop()"),
     sequence(
         "the last token is never computed",
-        "min(len(self.tokens) + self.sampling, self.limit - 1) - self.computed",
-        "len(self.tokens) + self.sampling - self.computed",
+        "return min(len(self.tokens) + self.sampling, self.limit - 1)",
+        "return len(self.tokens) + self.sampling",
     ),
     sequence("lockstep waits for the token", "        if self.sampling and self.lockstep:", "        if False:"),
     sequence(

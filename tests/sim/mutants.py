@@ -327,7 +327,7 @@ MUTANTS = [
     Mutant(
         "a transfer leaves one token to compute",
         "core/scheduler.py",
-        "min(ticket.tokens, len(seq.tokens) - 1))",
+        "min(ticket.tokens, seq.wanted - 1))",
         "ticket.tokens + 1)",
     ),
     Mutant(
