@@ -152,14 +152,19 @@ def test_79_a_trainer_that_is_gone_leaves_the_old_weights(old, new, expected):
         with ipc_trainer(new, "sglang_bucket") as process:
             first = part_in(json.loads(line_of(process)))
             llm.call(CollectWeights(first, timeout_s=LIMIT_S))
-            go_on(process)
-            second = part_in(json.loads(line_of(process)))
-        with pytest.raises(RequestError, match="the trainer's memory cannot be opened"):
-            llm.call(CollectWeights(second, timeout_s=LIMIT_S))
         llm.call(Pause("abort"))
-        with pytest.raises(RequestError, match="the update has failed"):
+        with pytest.raises(RequestError, match="lacks tensor"):
             llm.call(UpdateWeights(StagedSource()))
         llm.call(Resume())
+        assert answers(llm) == expected[0]
+
+
+def test_79_memory_of_a_trainer_that_is_gone_is_not_opened(old, new, expected):
+    with started(old) as llm:
+        with ipc_trainer(new, "vllm") as process:
+            part = part_in(json.loads(line_of(process)))
+        with pytest.raises(RequestError, match="the trainer's memory cannot be opened"):
+            llm.call(CollectWeights(part, timeout_s=LIMIT_S))
         assert answers(llm) == expected[0]
 
 
