@@ -19,6 +19,9 @@ MODELS = {
     "mistral": {"sliding_window": 20},
     "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
     "qwen3": {"head_dim": 64, "tie_word_embeddings": False},
+    "qwen3_moe": {"head_dim": 64},
+    "qwen2_moe": {"hidden_size": 256},
+    "mixtral": {"hidden_size": 256},
 }
 ADJUSTED = [
     {"top_k": 5},

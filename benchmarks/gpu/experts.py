@@ -100,7 +100,9 @@ class Case:
         layer, routed = self.each[0]
         reference = TorchBackend(CUDA, BF16, HEADS)
         expected = compute_one_by_one(reference, self.x, layer.gate_up, layer.down, routed)
-        assert error(experts.compute_grouped(self.x, layer.gate_up, layer.down, routed), expected) < 1e-2
+        for each in experts.TILINGS:
+            found = experts.compute_grouped(self.x, layer.gate_up, layer.down, routed, each[1:])
+            assert error(found, expected) < 1e-2
         assert error(experts.compute(self.x, layer.gate_up, layer.down, routed), expected) < 1e-2
 
 

@@ -133,14 +133,21 @@ def test_60_a_row_does_not_depend_on_the_other_rows(make):
 @pytest.mark.parametrize("fp8", [NO_FP8, Fp8(weights=True)], ids=["", "fp8"])
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 64, 256, 1000])
 def test_experts_on_a_gpu(make, fp8, count):
-    backend = make(torch.bfloat16, fp8)
+    for dtype in (torch.bfloat16,) if fp8.weights else (torch.bfloat16, torch.float32):
+        check_on_a_gpu(make(dtype, fp8), count, 6e-2 if fp8.weights else TOLERANCE[dtype])
+
+
+TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float32: 1e-5}
+
+
+def check_on_a_gpu(backend, count, most):
     weights = Weights(backend, experts=32, hidden=512, width=192)
-    x = torch.randn(count, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(count, 512, device="cuda", dtype=backend.dtype)
     logits = torch.randn(count, 32, device="cuda")
     routed = backend.route(logits, Routing(top=4), None)
     assert routed.ids.tolist() == route(logits, Routing(top=4), None).ids.tolist()
     found = backend.experts(x, weights.gate_up_packed, weights.down_packed, routed)
-    assert_near(found, weights.expected(x, routed), 6e-2 if fp8.weights else 1.5e-2)
+    assert_near(found, weights.expected(x, routed), most)
 
 
 @pytest.mark.gpu

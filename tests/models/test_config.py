@@ -10,6 +10,7 @@ import torch
 from headgate.errors import NotAModel, UnsupportedModel
 from headgate.layers.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from headgate.models import read_spec
+from headgate.models.registry import ARCHITECTURES
 from headgate.models.spec import AttentionSpec, Dense, LayerSpec
 from headgate.testing.tiny import tiny_config, tiny_model
 
@@ -104,8 +105,7 @@ def test_a_mistral_config_without_a_window_gets_the_default_window(tmp_path):
 REFUSED = [
     (
         {"architectures": ["MambaForCausalLM"]},
-        "architecture MambaForCausalLM is not supported; LlamaForCausalLM, MistralForCausalLM, "
-        "Qwen2ForCausalLM, Qwen3ForCausalLM are",
+        f"architecture MambaForCausalLM is not supported; {', '.join(ARCHITECTURES)} are",
     ),
     ({"architectures": None, "model_type": "gpt2"}, "architecture gpt2 is not supported"),
     (

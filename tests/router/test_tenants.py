@@ -234,7 +234,7 @@ def test_67_callers_without_a_key_are_no_admins_at_the_workers_of_a_router_with_
         assert asked.result(60).cut
 
 
-# ------------------------------------------------------------------------------------------------ roots of cache keys
+# ----------------------------------------------------- no tenant finds prompts of another one in the prefix cache
 
 
 def test_66_no_cache_salt_gives_the_root_of_another_tenant():

@@ -106,7 +106,7 @@ class Admission:
             queue = self._waiting.pop(least)
             place = queue.popleft()
             if queue:
-                self._waiting[least] = queue  # last in the order, so that tenants with equally few take turns
+                self._waiting[least] = queue  # at the end: of tenants with equally few places, the first is next
             if not place.done():
                 self._take(least)
                 place.set_result(None)

@@ -108,7 +108,7 @@ class TritonBackend(TorchBackend):
         return super().route(logits, routing, bias) if routing.groups > 1 else experts.route(logits, routing, bias)
 
     def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
-        return experts.compute(x, gate_up, down, routed)
+        return experts.compute(x, gate_up, down, routed, roomy=self.scratch.roomy)
 
     def beats_library(self, x: torch.Tensor, matrix: Matrix) -> bool:
         """Whether our own product is faster than cuBLAS."""
@@ -176,7 +176,8 @@ class DeterministicTritonBackend(TritonBackend):
         return small_linear(x, matrix, None, cut=self._cut(x, matrix), out_dtype=torch.float32)
 
     def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
-        return experts.compute_grouped(x, gate_up, down, routed, cuts=experts.INVARIANT)
+        first, second = (experts.fitted(cut, x.dtype, self.scratch.roomy) for cut in experts.INVARIANT)
+        return experts.compute_grouped(x, gate_up, down, routed, (first, second))
 
     def _cut(self, x: torch.Tensor, matrix: Matrix) -> Cut:
         return invariant_cut(len(x), matrix.rows, x.dtype, self.scratch.roomy)

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with a mixture of experts, beside a gated MLP that all tokens share."""
+"""Qwen2-MoE: Qwen2 with a mixture of experts, and an MLP that all tokens share, scaled by a sigmoid of the token."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class _SafeDict:
 
 
 class _SafeNamespace(Namespace):
-    """A namespace that rejects names reserved by Python, and whose repr does not show its content."""
+    """A namespace that rejects names that begin with an underscore, and whose repr does not show its content."""
 
     def __repr__(self) -> str:
         return "<Namespace>"

@@ -1,4 +1,4 @@
-"""SGLang's router, which re-serialises every request with SGLang's own fields."""
+"""Checks of servers behind SGLang's router, which re-serialises every request with SGLang's own fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's router, which re-serialises every request with vLLM's own fields."""
+"""Checks of servers behind vLLM's router, which re-serialises every request with vLLM's own fields."""
 
 from __future__ import annotations
 

@@ -356,7 +356,10 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         trace: TraceContext = NO_TRACE,
     ) -> Record:
-        """A record for a request; entering it takes a place. `label` is the client's id, or one is generated."""
+        """Return a record for a request. Entering it as a context counts its choices against `limit`, or raises.
+
+        `label` is the id that the client chose; without one, an id is generated.
+        """
         named = label or f"req-{secrets.token_hex(16)}"
         return Record(self, tenant, tenant if share is None else share, named, kind, choices, tags or {}, trace)
 

@@ -63,7 +63,7 @@ class Stopwatch:
 
 @dataclass(eq=False)
 class ServerMetrics:
-    """The counters of this process; written by the ledger."""
+    """The counters of this process. The ledger counts requests and tokens; control handlers count pauses."""
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))

@@ -122,10 +122,10 @@ def decode(
     splits: int | None = None,
     program: Program | None = None,
 ) -> torch.Tensor:
-    """Compute attention for slices of one query; returns `[T, heads * size]`.
+    """Compute attention for the slices with exactly one query token each. Returns `[tokens, heads.query * heads.size]`.
 
-    In a step that also has longer slices, `among` is the result of `prefill`, and the rows of one-query slices are
-    written into it.
+    In a step that also has longer slices, `among` is the result of `prefill` for all tokens, and the rows of one-token
+    slices are written into it.
     """
     slices = len(batch.context_lens)
     # Beside longer slices, one-query slices do not determine the duration, and a fixed split is compiled only once.

@@ -47,8 +47,16 @@ TILINGS = (
 )
 
 
-def cuts_for(pairs: int, experts: int) -> tuple[GroupCut, GroupCut]:
-    return next((gate_up, down) for most, gate_up, down in TILINGS if pairs <= most * experts)
+def cuts_for(pairs: int, experts: int, dtype: torch.dtype, roomy: bool) -> tuple[GroupCut, GroupCut]:
+    gate_up, down = next((gate_up, down) for most, gate_up, down in TILINGS if pairs <= most * experts)
+    return fitted(gate_up, dtype, roomy), fitted(down, dtype, roomy)
+
+
+def fitted(cut: GroupCut, dtype: torch.dtype, roomy: bool) -> GroupCut:
+    """A tiling that fits in the shared memory of the device: 99 KiB, or more if it is `roomy`."""
+    if dtype == torch.float32:
+        return GroupCut(64, 32, min(cut.tokens, 64), 4, 2)
+    return cut if roomy else GroupCut(64, 64, cut.tokens, 4, 2)
 
 
 # For any number of pairs, so that every pair is summed in the same order.
@@ -102,11 +110,13 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> 
     return Routed(ids, weights)
 
 
-def compute(x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+def compute(
+    x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed, *, roomy: bool = True
+) -> torch.Tensor:
     pairs = routed.ids.numel()
     if pairs <= FEW_PAIRS:
         return multiply_down(multiply_gate_up(x, gate_up, routed), down, routed)
-    return compute_grouped(x, gate_up, down, routed)
+    return compute_grouped(x, gate_up, down, routed, cuts_for(pairs, len(down.each), x.dtype, roomy))
 
 
 def compute_grouped(
@@ -114,13 +124,12 @@ def compute_grouped(
     gate_up: ExpertMatrices,
     down: ExpertMatrices,
     routed: Routed,
-    cuts: tuple[GroupCut, GroupCut] | None = None,
+    cuts: tuple[GroupCut, GroupCut],
 ) -> torch.Tensor:
-    pairs, experts = routed.ids.numel(), len(down.each)
+    pairs, (first, second) = routed.ids.numel(), cuts
     if not pairs:
         return torch.empty_like(x)
-    first, second = cuts or cuts_for(pairs, experts)
-    groups = group_pairs(routed.ids, experts, first.tokens)
+    groups = group_pairs(routed.ids, len(down.each), first.tokens)
     inner = multiply_groups(x, gate_up, groups, first, pairs, divide=routed.ids.shape[1], gated=True)
     outer = multiply_groups(inner, down, groups, second, pairs, divide=1, gated=False)
     return combine(outer, routed.weights)
