@@ -77,7 +77,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         choices=get_args(LogprobsMode),
         default="raw",
         metavar="MODE",
-        help="log-probabilities unless a request selects others: raw, scaled or processed (raw)",
+        help="default of requests: raw, scaled or processed (raw)",
     )
     add("--deterministic", action="store_true", help="bitwise identical answers whatever else is running")
 

@@ -45,7 +45,7 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "num_experts": 8,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 48,
+        "moe_intermediate_size": 96,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

@@ -84,9 +84,9 @@ def load_weights(
         with ExitStack() as opened:
             if isinstance(source, AbstractContextManager):
                 opened.enter_context(source)
-            parameters = dict(model.parameters())
-            pieces = {name: pieces_of(name, info.shape, parameters) for name, info in source.metadata().items()}
-            found = contents(source.metadata(), pieces)
+            parameters, stored = dict(model.parameters()), source.metadata()
+            pieces = {name: pieces_of(name, info.shape, parameters) for name, info in stored.items()}
+            found = contents(stored, pieces)
             if getattr(source, "partial", False):  # the other parameters keep their values
                 parameters = {name: parameter for name, parameter in parameters.items() if name in found}
             verify(parameters, found)
