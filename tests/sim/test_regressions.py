@@ -538,6 +538,7 @@ LATEST = {
     2196408953: "an operator's abort ends the requests of all tenants that use the id",
     218994093759: "a worker whose engine was killed is down while another worker's answers are forged",
     127115408759: "one of several tenants is refused although fewer choices run than there are places",
+    779757294146: "a server outlives an engine that was killed while it did not answer",
     255086519796: "an abort ends a request that arrived during the call, although its worker was also paused",
 }
 
