@@ -64,6 +64,7 @@ FaultKind = Literal[
     "late_close",  # a complete answer, after which the connection closes
     "stall",  # silent after `at` blocks until a pause ends it
     "late",  # reaches the worker after the pause
+    "unended",  # sends the whole answer, and never says that it is over
 ]
 
 
@@ -534,6 +535,8 @@ class Connection(asyncio.Protocol):
                 break
             await self._pace()
             await self._chunk(block, fault)
+        if fault.kind == "unended":
+            await asyncio.Event().wait()
         self._write(b"0\r\n\r\n")
 
     async def _strike(self, fault: Fault, block: bytes) -> None:

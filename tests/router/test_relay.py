@@ -576,6 +576,17 @@ def test_74_a_rescheduled_answer_waits_for_room_and_is_recomputed_by_the_only_wo
     run(main())
 
 
+def test_5_a_worker_that_goes_down_after_the_last_event_does_not_add_an_error():
+    """Regression: a stream that was complete but for its last, empty chunk ended with an error after `[DONE]`."""
+
+    async def main() -> None:
+        async with Mock(lambda _: Fault("unended")) as mock, routing(mock, idle_timeout_s=0.3) as (_, url):
+            body = BODY | {"stream": True}
+            assert check(body, await ask(url, CHAT, body)) is None
+
+    run(main())
+
+
 @pytest.mark.parametrize("cut", [Fault("cut", at=2), Fault("withheld", at=2)], ids=["lost", "withheld"])
 def test_an_answer_that_has_begun_waits_for_a_place_at_a_full_worker(cut: Fault, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headgate.router.exchange.retry_state.RetryState.backoff_s", 0.02)

@@ -371,7 +371,7 @@ class Attempt:
         """Abandon the attempt. Its connection is closed, which makes the worker stop."""
         self.given_up = True
         self.leave()
-        self._finish(Lost(why))
+        self.lost(why)
 
     def leave(self) -> None:
         # The connection may already serve another request.
