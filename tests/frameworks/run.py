@@ -66,8 +66,8 @@ FRAMEWORKS = (
 )
 
 
-# Not installed: their requirements exclude the torch, or the Python, of our environment.
-NOT_RUNNABLE = {
+# Neither installed nor run: by their metadata, their requirements exclude the torch, or the Python, of our environment.
+NOT_TRIED = {
     "areal": "its package requires torch below 2.11",
     "skyrl": "its client cannot be imported by Python 3.11, and by 3.12 only with another build of torch",
     "verl-http": "verl's HTTP adapter imports the server of SGLang, for which verl requires torch 2.11",
@@ -75,15 +75,15 @@ NOT_RUNNABLE = {
 
 
 def main(*names: str) -> int:
-    known = [*(each.name for each in FRAMEWORKS), *NOT_RUNNABLE]
+    known = [*(each.name for each in FRAMEWORKS), *NOT_TRIED]
     if unknown := set(names).difference(known):
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     results = {each.name: tried(each) for each in FRAMEWORKS if not names or each.name in names}
     for name, result in results.items():
         print(f"{name}: {result}")
-    for name, reason in NOT_RUNNABLE.items():
+    for name, reason in NOT_TRIED.items():
         if not names or name in names:
-            print(f"{name}: not runnable here: {reason}")
+            print(f"{name}: not tried: {reason}")
     return "FAILED" in results.values()
 
 
