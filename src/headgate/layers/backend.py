@@ -93,7 +93,7 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """One weight per expert. If `stacked` is given, they are its parts: `[experts, rows, columns]`."""
+    """One weight per expert. If `stacked` is given, they are its parts; the backend defines the layout inside."""
 
     each: tuple[Matrix, ...]
     stacked: torch.Tensor | None = None

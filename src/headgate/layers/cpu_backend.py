@@ -14,7 +14,6 @@ from headgate.layers.backend import KV, ExpertMatrices, Heads, Matrix, Rotary, R
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
 from headgate.layers.cpu.kernels import LANES, kv_block_shapes
-from headgate.layers.experts import compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
 
 
@@ -57,16 +56,32 @@ class CpuBackend:
         return self.kernels.linear_silu_mul(x, matrix.data, matrix.rows // 2, bias)
 
     def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
-        return ExpertMatrices(tuple(self.matrix(rows, columns) for _ in range(count)))
+        return self._stack(self.kernels.empty_packed_experts(count, rows, columns, self.dtype), rows, columns)
 
     def expert_gate_up_matrices(self, count: int, intermediate: int, columns: int) -> ExpertMatrices:
-        return ExpertMatrices(tuple(self.gate_up_matrix(intermediate, columns) for _ in range(count)))
+        stack = self.kernels.empty_packed_expert_pairs(count, intermediate, columns, self.dtype)
+        return self._stack(stack, 2 * intermediate, columns)
+
+    def _stack(self, stack: torch.Tensor, rows: int, columns: int) -> ExpertMatrices:
+        return ExpertMatrices(tuple(Matrix(each, rows, columns, Floating(self.dtype)) for each in stack), stack)
 
     def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
-        return route(logits, routing, bias)
+        ids, weights = self.kernels.route(
+            logits,
+            bias,
+            top=routing.top,
+            sigmoid=routing.scores == "sigmoid",
+            normalised=routing.normalised,
+            scale=routing.scale,
+            groups=routing.groups,
+            top_groups=routing.top_groups,
+        )
+        return Routed(ids, weights)
 
     def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
-        return compute_one_by_one(self, x, gate_up, down, routed)
+        assert gate_up.stacked is not None and down.stacked is not None
+        width = down.each[0].columns
+        return self.kernels.experts(x, gate_up.stacked, down.stacked, width, routed.ids, routed.weights)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self.kernels.add_rms_norm(x, residual, weight, eps)

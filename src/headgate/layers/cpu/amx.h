@@ -65,22 +65,20 @@ struct EmulatedTiles {
     template <int C> static void save(EmulatedTiles& self, float* p) { memcpy(p, self.data[C], 1024); }
 };
 
-// Rows to A tiles, [M / 16][K / 32][16][32], zero beyond M and K.
-HG_INLINE void pack_a_tiles(const Runtime& runtime, const LinearArgs& args) {
-    const int64_t depth = ceil_div(args.K, kTileDepth), strips = ceil_div(args.M, 16);
-    for_each_run_if_worth(runtime, strips, args.M * args.K, [&](int64_t first, int64_t last) {
-        for (int64_t strip = first; strip < last; ++strip)
-            for (int64_t r = 0; r < 16; ++r) {
-                const int64_t row = strip * 16 + r;
-                bf16* out = static_cast<bf16*>(args.scratch) + (strip * depth * 16 + r) * kTileDepth;
-                const bf16* in = static_cast<const bf16*>(args.x) + row * args.x_stride;
-                for (int64_t d = 0; d < depth; ++d, out += kTileElements) {
-                    const int64_t n = row < args.M ? min64(kTileDepth, args.K - d * kTileDepth) : 0;
-                    memcpy(out, in + d * kTileDepth, size_t(n) * 2);
-                    memset(out + n, 0, size_t(kTileDepth - n) * 2);
-                }
+// Strips of 16 rows to A tiles, [M / 16][K / 32][16][32], zero beyond M and K.
+HG_INLINE void pack_a_strips(const LinearArgs& args, int64_t first, int64_t last) {
+    const int64_t depth = ceil_div(args.K, kTileDepth);
+    for (int64_t strip = first; strip < last; ++strip)
+        for (int64_t r = 0; r < 16; ++r) {
+            const int64_t row = strip * 16 + r;
+            bf16* out = static_cast<bf16*>(args.scratch) + (strip * depth * 16 + r) * kTileDepth;
+            const bf16* in = row < args.M ? left_row<bf16>(args, row) : nullptr;
+            for (int64_t d = 0; d < depth; ++d, out += kTileElements) {
+                const int64_t n = in ? min64(kTileDepth, args.K - d * kTileDepth) : 0;
+                if (n) memcpy(out, in + d * kTileDepth, size_t(n) * 2);
+                memset(out + n, 0, size_t(kTileDepth - n) * 2);
             }
-    });
+        }
 }
 
 HG_INLINE void prefetch_tile(const bf16* p) {
@@ -128,37 +126,44 @@ void amx_two_by_two(Tiles& tiles, const bf16* const (&a)[2], const bf16* const (
     Tiles::template save<2>(tiles, sums + 512), Tiles::template save<3>(tiles, sums + 768);
 }
 
-template <class Tiles> void linear_tiles(const Runtime& runtime, const LinearArgs& args) {
-    pack_a_tiles(runtime, args);
+HG_INLINE int64_t tile_group_width(const LinearArgs& args) { return args.M <= 16 ? 4 : 2; }
+
+template <class Tiles> void linear_tile_groups(const LinearArgs& args, int64_t first, int64_t last) {
     const bf16* x = static_cast<const bf16*>(args.scratch);
     const bf16* weight = static_cast<const bf16*>(args.weight);
-    const int64_t depth = ceil_div(args.K, kTileDepth), blocks = block_count(args);
-    const int64_t wide = args.M <= 16 ? 4 : 2;
-    for_each_run(runtime, ceil_div(blocks, wide), [&](int64_t first, int64_t last) {
-        alignas(64) float sums[4 * 256];
-        Tiles tiles;
-        tiles.configure();
-        for (int64_t group = first; group < last; ++group) {
-            const int64_t block = group * wide, present = min64(wide, blocks - block);
-            // A missing block of the last group repeats the one before; its sums are not used.
-            const auto at = [&](int64_t j) { return weight + (block + min64(j, present - 1)) * depth * kTileElements; };
-            if (wide == 4) {
-                const bf16* const b[4] = {at(0), at(1), at(2), at(3)};
-                amx_strip_by_four(tiles, x, b, depth, sums);
-                finish<bf16>(args, sums, 256, 0, args.M, block, present);
-                continue;
-            }
-            const bf16* const b[2] = {at(0), at(1)};
-            for (int64_t row = 0; row < args.M; row += 32) {
-                const bf16* strip = x + row * depth * kTileDepth;
-                const bool second = row + 16 < args.M;
-                const bf16* const a[2] = {strip, second ? strip + depth * kTileElements : strip};
-                amx_two_by_two(tiles, a, b, depth, row == 0, sums);
-                finish<bf16>(args, sums, 512, row, min64(32, args.M - row), block, present);
-            }
+    const int64_t depth = ceil_div(args.K, kTileDepth), blocks = block_count(args), wide = tile_group_width(args);
+    alignas(64) float sums[4 * 256];
+    Tiles tiles;
+    tiles.configure();
+    for (int64_t group = first; group < last; ++group) {
+        const int64_t block = group * wide, present = min64(wide, blocks - block);
+        // A missing block of the last group repeats the one before; its sums are not used.
+        const auto at = [&](int64_t j) { return weight + (block + min64(j, present - 1)) * depth * kTileElements; };
+        if (wide == 4) {
+            const bf16* const b[4] = {at(0), at(1), at(2), at(3)};
+            amx_strip_by_four(tiles, x, b, depth, sums);
+            finish<bf16>(args, sums, 256, 0, args.M, block, present);
+            continue;
         }
-        tiles.release();
-    });
+        const bf16* const b[2] = {at(0), at(1)};
+        for (int64_t row = 0; row < args.M; row += 32) {
+            const bf16* strip = x + row * depth * kTileDepth;
+            const bool second = row + 16 < args.M;
+            const bf16* const a[2] = {strip, second ? strip + depth * kTileElements : strip};
+            amx_two_by_two(tiles, a, b, depth, row == 0, sums);
+            finish<bf16>(args, sums, 512, row, min64(32, args.M - row), block, present);
+        }
+    }
+    tiles.release();
+}
+
+template <class Tiles> void linear_tiles(const Runtime& runtime, const LinearArgs* products, int64_t count) {
+    for_each_left_part(
+        runtime, products, count, [](const LinearArgs& args) { return ceil_div(args.M, 16); }, pack_a_strips);
+    for_each_part(
+        runtime, products, count,
+        [](const LinearArgs& args) { return ceil_div(block_count(args), tile_group_width(args)); },
+        linear_tile_groups<Tiles>);
 }
 
 }  // namespace HEADGATE_ISA

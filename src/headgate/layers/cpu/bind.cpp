@@ -123,6 +123,29 @@ KvCache cache_of(const Tensor& k, const Tensor& v, int64_t head_size) {
     return {k.data_ptr(), v.data_ptr(), block_size, k.size(1), head_size};
 }
 
+// Pairs of a token and one of its experts, those of an expert side by side; experts without tokens are left out.
+struct PairsByExpert {
+    std::vector<int32_t> tokens, places;  // the token of each place; the place of each pair
+    std::vector<int64_t> experts, starts;  // expert i has the places starts[i] .. starts[i + 1]
+
+    PairsByExpert(const int32_t* ids, int64_t pairs, int64_t top, int64_t count) : tokens(pairs), places(pairs) {
+        std::vector<int64_t> next(count + 1);
+        for (int64_t i = 0; i < pairs; ++i) {
+            TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < count, "expert ", ids[i], " of ", count);
+            ++next[ids[i] + 1];
+        }
+        for (int64_t e = 0; e < count; ++e) {
+            if (next[e + 1]) experts.push_back(e), starts.push_back(next[e]);
+            next[e + 1] += next[e];
+        }
+        starts.push_back(pairs);
+        for (int64_t i = 0; i < pairs; ++i) {
+            places[i] = int32_t(next[ids[i]]++);
+            tokens[places[i]] = int32_t(i / top);
+        }
+    }
+};
+
 class KernelSet {
 public:
     explicit KernelSet(const std::string& isa) : kernels_(kernels_for(isa)) {}
@@ -154,12 +177,56 @@ public:
 
     Tensor linear(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias,
                   std::optional<at::ScalarType> out_dtype, const MaybeTensor& out) const {
-        return product(x, packed, N, bias, out_dtype.value_or(x.scalar_type()), out, false);
+        return product(x, packed, N, bias, out_dtype.value_or(x.scalar_type()), out, {Gate::none, 0, 0});
     }
 
     Tensor linear_silu_mul(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias,
                            const MaybeTensor& out) const {
-        return product(x, packed, N, bias, x.scalar_type(), out, true);
+        return product(x, packed, N, bias, x.scalar_type(), out, {Gate::silu, 0, 0});
+    }
+
+    std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top, bool sigmoid, bool normalised, double scale,
+                                     int64_t groups, int64_t top_groups, const MaybeTensor& bias) const {
+        const int64_t tokens = logits.size(0), experts = logits.size(1);
+        TORCH_CHECK(groups > 0 && experts % groups == 0 && top_groups > 0 && top_groups <= groups && top > 0 &&
+                        top <= experts / groups * top_groups,
+                    top, " of ", experts, " experts in ", top_groups, " of ", groups, " groups cannot be chosen");
+        Tensor ids = at::empty({tokens, top}, logits.options().dtype(at::kInt));
+        Tensor weights = at::empty({tokens, top}, logits.options());
+        Tensor scratch = at::empty({tokens, 3, experts}, logits.options());
+        RouteArgs args{contiguous_data<float>(logits, at::kFloat, logits.numel(), "logits"),
+                       bias ? contiguous_data<float>(*bias, at::kFloat, experts, "bias") : nullptr,
+                       ids.mutable_data_ptr<int32_t>(), weights.mutable_data_ptr<float>(),
+                       scratch.mutable_data_ptr<float>(), tokens, experts, top, groups, top_groups, sigmoid, normalised,
+                       float(scale)};
+        kernels_.route(runtime(), args);
+        return {ids, weights};
+    }
+
+    // `gate_up` and `down` are stacks of packed weights, one per expert.
+    Tensor experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t width, const Tensor& ids,
+                   const Tensor& weights, const MaybeTensor& gate_up_bias, const MaybeTensor& down_bias,
+                   std::optional<std::tuple<double, double>> clamped) const {
+        check_rows(x, "x");
+        TORCH_CHECK(ids.dim() == 2 && ids.size(0) == x.size(0), "ids must be [rows of x, experts per row]");
+        const int64_t hidden = x.size(1), pairs = ids.numel(), top = ids.size(1), count = down.size(0);
+        check_stack(gate_up, x, count, 2 * ((width + kLanes - 1) / kLanes), hidden);
+        check_stack(down, x, count, (hidden + kLanes - 1) / kLanes, width);
+        const auto* id = contiguous_data<int32_t>(ids, at::kInt, pairs, "ids");
+        const auto* weight = contiguous_data<float>(weights, at::kFloat, pairs, "weights");
+        const Gating gating = clamped ? Gating{Gate::clamped, float(std::get<0>(*clamped)), float(std::get<1>(*clamped))}
+                                      : Gating{Gate::silu, 0, 0};
+        const PairsByExpert grouped(id, pairs, top, count);
+        Tensor inner = at::empty({pairs, width}, x.options()), outer = at::empty({pairs, hidden}, x.options());
+        Tensor out = at::empty({x.size(0), hidden}, x.options());
+        const void* first_bias = optional_data(gate_up_bias, x, count * 2 * width, "the bias of gate and up");
+        const void* second_bias = optional_data(down_bias, x, count * hidden, "the bias of down");
+        pybind11::gil_scoped_release unlocked;
+        multiply_by_expert(grouped, x, grouped.tokens.data(), gate_up, first_bias, inner, gating);
+        multiply_by_expert(grouped, inner, nullptr, down, second_bias, outer, {Gate::none, 0, 0});
+        kernels_.combine(runtime(), {outer.data_ptr(), grouped.places.data(), weight, out.data_ptr(), x.size(0), top,
+                                     hidden, dtype_of(x)});
+        return out;
     }
 
     Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, const MaybeTensor& out) const {
@@ -270,6 +337,39 @@ private:
                     "not a packed weight with ", K, " columns: ", packed.sizes());
     }
 
+    static void check_stack(const Tensor& stack, const Tensor& x, int64_t count, int64_t blocks, int64_t K) {
+        check_same_dtype(x, stack);
+        TORCH_CHECK(stack.dim() > 1 && stack.is_contiguous() && stack.size(0) == count, "not packed weights of ", count,
+                    " experts: ", stack.sizes());
+        const bool bf16 = dtype_of(stack) == Dtype::bf16;
+        TORCH_CHECK(stack.dim() == (bf16 ? 6 : 4) && stack.size(1) == blocks && stack.size(2) == (bf16 ? (K + 31) / 32 : K),
+                    "not packed weights with ", blocks, " blocks and ", K, " columns: ", stack.sizes());
+    }
+
+    // One product per expert: its rows of `x` with its weight, to its places in `out`.
+    void multiply_by_expert(const PairsByExpert& grouped, const Tensor& x, const int32_t* rows, const Tensor& stack,
+                            const void* bias, const Tensor& out, Gating gating) const {
+        const int64_t K = x.size(1), N = out.size(1), used = int64_t(grouped.experts.size());
+        const int64_t item = x.element_size(), biases = gating.gate == Gate::none ? N : 2 * N;
+        std::vector<LinearArgs> products;
+        std::vector<int64_t> offsets;
+        int64_t bytes = 0;
+        for (int64_t i = 0; i < used; ++i) {
+            const int64_t start = grouped.starts[i], M = grouped.starts[i + 1] - start, expert = grouped.experts[i];
+            products.push_back({x.data_ptr(), x.stride(0), rows ? rows + start : nullptr,
+                                static_cast<const char*>(stack.data_ptr()) + expert * stack.stride(0) * item,
+                                bias ? static_cast<const char*>(bias) + expert * biases * item : nullptr,
+                                static_cast<char*>(out.data_ptr()) + start * N * item, M, N, K, dtype_of(x), dtype_of(x),
+                                gating, nullptr});
+            if (!rows) products.back().x = static_cast<const char*>(x.data_ptr()) + start * x.stride(0) * item;
+            offsets.push_back(bytes);
+            bytes += kernels_.linear_scratch_bytes(M, K);
+        }
+        Tensor scratch = at::empty({bytes}, x.options().dtype(at::kByte));
+        for (int64_t i = 0; i < used; ++i) products[i].scratch = static_cast<char*>(scratch.data_ptr()) + offsets[i];
+        kernels_.linear(runtime(), products.data(), used);
+    }
+
     static void check_slots(const int64_t* slots, int64_t count, int64_t room) {
         for (int64_t i = 0; i < count; ++i)
             TORCH_CHECK_INDEX(slots[i] < room, "slot ", slots[i], " of a cache of ", room);
@@ -293,21 +393,21 @@ private:
     }
 
     Tensor product(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias, at::ScalarType out_dtype,
-                   const MaybeTensor& out, bool silu_mul) const {
+                   const MaybeTensor& out, Gating gating) const {
         check_rows(x, "x");
         check_same_dtype(x, packed);
-        const int64_t M = x.size(0), K = x.size(1), take = silu_mul ? 2 : 1;
+        const int64_t M = x.size(0), K = x.size(1), take = gating.gate == Gate::none ? 1 : 2;
         check_packed(packed, K);
         TORCH_CHECK(packed.size(0) == take * ((N + kLanes - 1) / kLanes), "packed weight does not have ", N, " rows");
         TORCH_CHECK(out_dtype == at::kFloat || out_dtype == at::kBFloat16, "cannot give ", out_dtype);
         Tensor result = output(out, {M, N}, x, out_dtype);
         if (M == 0) return result;
         Tensor scratch = at::empty({kernels_.linear_scratch_bytes(M, K)}, x.options().dtype(at::kByte));
-        LinearArgs args{x.data_ptr(), x.stride(0), packed.data_ptr(), optional_data(bias, x, take * N, "bias"),
+        LinearArgs args{x.data_ptr(), x.stride(0), nullptr, packed.data_ptr(), optional_data(bias, x, take * N, "bias"),
                         result.data_ptr(), M, N, K, dtype_of(x),
-                        out_dtype == at::kFloat ? Dtype::f32 : Dtype::bf16, silu_mul, scratch.data_ptr()};
+                        out_dtype == at::kFloat ? Dtype::f32 : Dtype::bf16, gating, scratch.data_ptr()};
         pybind11::gil_scoped_release unlocked;
-        kernels_.linear(runtime(), args);
+        kernels_.linear(runtime(), &args, 1);
         return result;
     }
 
@@ -347,6 +447,8 @@ PYBIND11_MODULE(HEADGATE_MODULE, m) {
         .def("unpack_rows", &KernelSet::unpack_rows)
         .def("linear", &KernelSet::linear)
         .def("linear_silu_mul", &KernelSet::linear_silu_mul)
+        .def("route", &KernelSet::route)
+        .def("experts", &KernelSet::experts)
         .def("rms_norm", &KernelSet::rms_norm)
         .def("add_rms_norm", &KernelSet::add_rms_norm)
         .def("rope_and_write", &KernelSet::rope_and_write)

@@ -198,6 +198,22 @@ template <class T> HG_INLINE f32x16 silu_mul(f32x16 gate, f32x16 up) {
     return mul(round_to<T>(silu), round_to<T>(up));
 }
 
+// gate * sigmoid(alpha * gate) * (up + 1) of clamped values, with the roundings of torch's eager operations in T.
+template <class T> HG_INLINE f32x16 clamped_mul(f32x16 gate, f32x16 up, const Gating& gating) {
+    const f32x16 limit = set1(gating.limit);
+    gate = vmin(round_to<T>(gate), limit);
+    up = vmax(vmin(round_to<T>(up), limit), sub(zero(), limit));
+    const f32x16 scaled = round_to<T>(mul(gate, set1(gating.alpha)));
+    const f32x16 sigmoid = round_to<T>(div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), scaled)))));
+    return mul(round_to<T>(add(up, set1(1.0f))), round_to<T>(mul(gate, sigmoid)));
+}
+
+template <class T> HG_INLINE f32x16 gated(f32x16 gate, f32x16 up, const Gating& gating) {
+    return gating.gate == Gate::clamped ? clamped_mul<T>(gate, up, gating) : silu_mul<T>(gate, up);
+}
+
+HG_INLINE bool is_gated(const LinearArgs& args) { return args.gating.gate != Gate::none; }
+
 template <class Out>
 HG_INLINE void store_row(void* out, int64_t offset, f32x16 value, int64_t n) {
     Out* p = static_cast<Out*>(out) + offset;
@@ -205,22 +221,22 @@ HG_INLINE void store_row(void* out, int64_t offset, f32x16 value, int64_t n) {
     else store_n(p, value, n);
 }
 
-// Sums of `wide` blocks from `block` on, rows from `row` on, to the output: bias or silu_mul, one rounding.
+// Sums of `wide` blocks from `block` on, rows from `row` on, to the output: bias and gate, one rounding.
 // sums[j][r][16] with `pitch` floats between the column blocks.
 template <class T>
 HG_INLINE void finish(const LinearArgs& args, const float* sums, int64_t pitch, int64_t row, int64_t rows,
                       int64_t block, int64_t wide) {
-    const int64_t take = args.silu_mul ? 2 : 1;
+    const int64_t take = is_gated(args) ? 2 : 1;
     for (int64_t j = 0; j < wide; j += take) {
         const int64_t column = (block + j) / take * kLanes;
         const int64_t n = min64(kLanes, args.N - column);
         const T* bias = static_cast<const T*>(args.bias);
         const f32x16 add_first = bias ? load_n(bias + column, n) : zero();
-        const f32x16 add_second = bias && args.silu_mul ? load_n(bias + args.N + column, n) : zero();
+        const f32x16 add_second = bias && is_gated(args) ? load_n(bias + args.N + column, n) : zero();
         for (int64_t r = 0; r < rows; ++r) {
             f32x16 value = add(load(sums + j * pitch + r * kLanes), add_first);
-            if (args.silu_mul)
-                value = silu_mul<T>(value, add(load(sums + (j + 1) * pitch + r * kLanes), add_second));
+            if (is_gated(args))
+                value = gated<T>(value, add(load(sums + (j + 1) * pitch + r * kLanes), add_second), args.gating);
             const int64_t offset = (row + r) * args.N + column;
             if (args.out_dtype == Dtype::bf16) store_row<bf16>(args.out, offset, value, n);
             else store_row<float>(args.out, offset, value, n);
@@ -229,7 +245,7 @@ HG_INLINE void finish(const LinearArgs& args, const float* sums, int64_t pitch, 
 }
 
 HG_INLINE int64_t block_count(const LinearArgs& args) {
-    return ceil_div(args.N, kLanes) * (args.silu_mul ? 2 : 1);
+    return ceil_div(args.N, kLanes) * (is_gated(args) ? 2 : 1);
 }
 
 // `wide` blocks for all rows. The blocks stay in L2 while every row tile passes over them.
@@ -261,38 +277,73 @@ void linear_blocks(const LinearArgs& args, int64_t block, int64_t wide, bool mor
     }
 }
 
-template <class T> void pack_left_rows(const Runtime& runtime, const LinearArgs& args) {
-    using Left = typename Product<T>::Left;
-    const RowTiles tiles(args.M);
-    for_each_run_if_worth(runtime, tiles.count, args.M * args.K, [&](int64_t first, int64_t last) {
-        for (int64_t t = first; t < last; ++t) {
-            const int64_t row = tiles.start(t), rows = tiles.size(t);
-            Left* out = static_cast<Left*>(args.scratch) + row * entries_of<T>(args.K);
-            for (int64_t r = 0; r < rows; ++r)
-                pack_left(out + r, rows, static_cast<const T*>(args.x) + (row + r) * args.x_stride, args.K);
+// Row `row` of a product's left operand.
+template <class T> HG_INLINE const T* left_row(const LinearArgs& args, int64_t row) {
+    return static_cast<const T*>(args.x) + (args.rows ? args.rows[row] : row) * args.x_stride;
+}
+
+// Calls visit(product, first, last) on runs that cover 0 .. units(product) of every product exactly once.
+template <class Units, class Visit>
+HG_INLINE void for_each_part(const Runtime& runtime, const LinearArgs* products, int64_t count, Units units,
+                             Visit visit) {
+    int64_t all = 0;
+    for (int64_t i = 0; i < count; ++i) all += units(products[i]);
+    for_each_run(runtime, all, [&](int64_t first, int64_t last) {
+        int64_t start = 0;
+        for (int64_t i = 0; i < count && start < last; ++i) {
+            const int64_t own = units(products[i]);
+            if (start + own > first) visit(products[i], max64(first - start, 0), min64(last - start, own));
+            start += own;
         }
     });
 }
 
-template <class T> void linear_vector(const Runtime& runtime, const LinearArgs& args) {
-    pack_left_rows<T>(runtime, args);
-    const int64_t blocks = block_count(args);
-    // silu_mul needs gate and up in one group, even where the registers hold one block at a time (AVX2).
-    const int64_t rows = RowTiles(args.M).size(0);
-    const int64_t wide = max64(widest(rows, blocks), args.silu_mul ? 2 : 1);
-    const int64_t groups = ceil_div(blocks, wide);
-    for_each_run(runtime, groups, [&](int64_t first, int64_t last) {
-        for (int64_t g = first; g < last; ++g) {
-            int64_t block = g * wide, end = min64(blocks, block + wide);
-            const bool more = g + 1 < last && (g + 2) * wide <= blocks;
-            if (end - block == wide) {
-                linear_blocks<T>(args, block, wide, more);
-                continue;
-            }
-            for (int64_t step = args.silu_mul ? 2 : 1; block < end; block += step)
-                linear_blocks<T>(args, block, step, false);
+// The same, but on one thread if the products have too few rows to wake the others.
+template <class Units, class Visit>
+HG_INLINE void for_each_left_part(const Runtime& runtime, const LinearArgs* products, int64_t count, Units units,
+                                  Visit visit) {
+    int64_t elements = 0;
+    for (int64_t i = 0; i < count; ++i) elements += products[i].M * products[i].K;
+    if (elements >= kWorthWaking) return for_each_part(runtime, products, count, units, visit);
+    for (int64_t i = 0; i < count; ++i) visit(products[i], int64_t(0), units(products[i]));
+}
+
+template <class T> void pack_left_tiles(const LinearArgs& args, int64_t first, int64_t last) {
+    using Left = typename Product<T>::Left;
+    const RowTiles tiles(args.M);
+    for (int64_t t = first; t < last; ++t) {
+        const int64_t row = tiles.start(t), rows = tiles.size(t);
+        Left* out = static_cast<Left*>(args.scratch) + row * entries_of<T>(args.K);
+        for (int64_t r = 0; r < rows; ++r) pack_left(out + r, rows, left_row<T>(args, row + r), args.K);
+    }
+}
+
+// How many blocks are computed side by side. A gate needs its pair of blocks in one group, even where the registers
+// hold one block at a time (AVX2).
+HG_INLINE int64_t group_width(const LinearArgs& args) {
+    return max64(widest(RowTiles(args.M).size(0), block_count(args)), is_gated(args) ? 2 : 1);
+}
+
+template <class T> void linear_groups(const LinearArgs& args, int64_t first, int64_t last) {
+    const int64_t blocks = block_count(args), wide = group_width(args);
+    for (int64_t g = first; g < last; ++g) {
+        int64_t block = g * wide, end = min64(blocks, block + wide);
+        const bool more = g + 1 < last && (g + 2) * wide <= blocks;
+        if (end - block == wide) {
+            linear_blocks<T>(args, block, wide, more);
+            continue;
         }
-    });
+        for (int64_t step = is_gated(args) ? 2 : 1; block < end; block += step)
+            linear_blocks<T>(args, block, step, false);
+    }
+}
+
+template <class T> void linear_vector(const Runtime& runtime, const LinearArgs* products, int64_t count) {
+    for_each_left_part(
+        runtime, products, count, [](const LinearArgs& args) { return RowTiles(args.M).count; }, pack_left_tiles<T>);
+    for_each_part(
+        runtime, products, count,
+        [](const LinearArgs& args) { return ceil_div(block_count(args), group_width(args)); }, linear_groups<T>);
 }
 
 }  // namespace HEADGATE_ISA

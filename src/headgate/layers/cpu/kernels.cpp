@@ -2,6 +2,7 @@
 #include "amx.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "gemm.h"
 #include "probe.h"
 #include "sample.h"
@@ -27,13 +28,18 @@ HG_BY_DTYPE(rms_norm, NormArgs, rms_norm_rows)
 HG_BY_DTYPE(rope_and_write, RopeArgs, rope_and_write_tokens)
 HG_BY_DTYPE(copy_kv, CopyKvArgs, copy_kv_tokens)
 HG_BY_DTYPE(attention, AttentionArgs, attend)
-HG_BY_DTYPE(linear, LinearArgs, linear_vector)
+HG_BY_DTYPE(combine, CombineArgs, combine_rows)
 
-template <class Tiles> void linear_on(const Runtime& runtime, const LinearArgs& args) {
-    if (args.dtype == Dtype::bf16) linear_tiles<Tiles>(runtime, args);
-    else linear_vector<float>(runtime, args);
+static void linear(const Runtime& runtime, const LinearArgs* products, int64_t count) {
+    if (count && products->dtype == Dtype::bf16) linear_vector<bf16>(runtime, products, count);
+    else linear_vector<float>(runtime, products, count);
+}
+template <class Tiles> void linear_on(const Runtime& runtime, const LinearArgs* products, int64_t count) {
+    if (count && products->dtype == Dtype::bf16) linear_tiles<Tiles>(runtime, products, count);
+    else linear_vector<float>(runtime, products, count);
 }
 
+static void route(const Runtime& runtime, const RouteArgs& args) { route_rows(runtime, args); }
 static void sample(const Runtime& runtime, const SampleArgs& args) { sample_rows(runtime, args); }
 static void log_softmax_stats(const Runtime& runtime, const StatsArgs& args) { stats_rows(runtime, args); }
 static void probe_read(const Runtime& runtime, const void* p, int64_t n) { read_everything(runtime, p, n); }
@@ -46,7 +52,7 @@ template <class Tiles> int64_t probe_multiply_on(const Runtime& runtime, Dtype d
 static int64_t scratch_bytes(int64_t M, int64_t K) { return linear_scratch_bytes(M, K); }
 
 Kernels kernels(Tiles tiles) {
-    Kernels out{scratch_bytes, linear, pack, unpack, rms_norm, rope_and_write,
+    Kernels out{scratch_bytes, linear, route, combine, pack, unpack, rms_norm, rope_and_write,
                 copy_kv, attention, sample, log_softmax_stats, probe_read, probe_multiply};
     if (tiles == Tiles::emulated) {
         out.linear = linear_on<EmulatedTiles>;

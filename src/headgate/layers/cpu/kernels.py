@@ -20,6 +20,12 @@ TILE_DEPTH = 32  # columns of a packed bfloat16 tile
 Part = Literal["gate", "up"]
 
 
+def packed_shape(N: int, K: int, dtype: torch.dtype) -> list[int]:
+    """The shape of a packed weight of N rows by K columns."""
+    blocks = -(-N // LANES)
+    return [blocks, -(-K // TILE_DEPTH), 16, LANES, 2] if dtype == torch.bfloat16 else [blocks, K, LANES]
+
+
 def kv_block_shapes(
     block_size: int, kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -61,9 +67,7 @@ class Kernels:
 
     def empty_packed(self, N: int, K: int, dtype: torch.dtype) -> Tensor:
         """A zeroed weight of N rows by K columns."""
-        blocks = -(-N // LANES)
-        shape = [blocks, -(-K // TILE_DEPTH), 16, LANES, 2] if dtype == torch.bfloat16 else [blocks, K, LANES]
-        packed: Tensor = self._large_zeros(shape, dtype)
+        packed: Tensor = self._large_zeros(packed_shape(N, K, dtype), dtype)
         return packed
 
     def pack_into(self, packed: Tensor, weight: Tensor, row_offset: int = 0) -> None:
@@ -106,6 +110,56 @@ class Kernels:
     ) -> Tensor:
         """`silu(gate) * up` of a packed pair, rounded like torch's eager operations; `bias` is `[2N]`, gate first."""
         result: Tensor = self._set.linear_silu_mul(x, packed, N, bias, out)
+        return result
+
+    # Mixtures of experts
+
+    def empty_packed_experts(self, count: int, N: int, K: int, dtype: torch.dtype) -> Tensor:
+        """`count` zeroed weights; part `i` is one as `empty_packed` returns."""
+        stack: Tensor = self._large_zeros([count, *packed_shape(N, K, dtype)], dtype)
+        return stack
+
+    def empty_packed_expert_pairs(self, count: int, N: int, K: int, dtype: torch.dtype) -> Tensor:
+        """`count` zeroed pairs; part `i` is one as `empty_packed_pair` returns."""
+        return self.empty_packed_experts(count, 2 * -(-N // LANES) * LANES, K, dtype)
+
+    def route(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        *,
+        top: int,
+        sigmoid: bool,
+        normalised: bool,
+        scale: float,
+        groups: int,
+        top_groups: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Ids [rows, top] int32 and weights [rows, top] float32 of each row's experts; see `layers.experts.route`."""
+        chosen: tuple[Tensor, Tensor] = self._set.route(
+            logits, top, sigmoid, normalised, scale, groups, top_groups, bias
+        )
+        return chosen
+
+    def experts(
+        self,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        N: int,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        clamped: tuple[float, float] | None = None,
+    ) -> Tensor:
+        """The weighted sum of the MLPs of each row's experts, each of N inner numbers.
+
+        `ids` [rows, top] int32 and `weights` [rows, top] float32 name each row's experts. Only the weights of named
+        experts are read. Biases are `[experts, 2N]`, the gates' first, and `[experts, columns of x]`. With `clamped`
+        (alpha, limit) the gate is `gate * sigmoid(alpha * gate) * (up + 1)` of values clamped to the limit.
+        """
+        result: Tensor = self._set.experts(x, gate_up, down, N, ids, weights, gate_up_bias, down_bias, clamped)
         return result
 
     # Norms

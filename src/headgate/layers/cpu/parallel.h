@@ -37,10 +37,11 @@ template <class Visit> HG_INLINE void for_each_run(const Runtime& runtime, int64
     runtime.run_on_all(int(min64(runtime.threads, units)), body, &shared);
 }
 
+constexpr int64_t kWorthWaking = 1 << 15;  // elements
+
 // The same, but on one thread if there is too little work to wake the others.
 template <class Visit>
 HG_INLINE void for_each_run_if_worth(const Runtime& runtime, int64_t units, int64_t elements, Visit visit) {
-    constexpr int64_t kWorthWaking = 1 << 15;
     if (elements < kWorthWaking) {
         if (units > 0) visit(int64_t(0), units);
     } else {

@@ -20,16 +20,49 @@ struct Runtime {
 constexpr int64_t kLanes = 16;         // rows of a weight block, tokens of a key chunk
 constexpr int64_t kMaxHeadSize = 256;
 
+// How a product of gate and up blocks becomes one number per pair of them.
+enum class Gate : int {
+    none,     // there are no pairs
+    silu,     // silu(gate) * up
+    clamped,  // gate * sigmoid(alpha * gate) * (up + 1), of values clamped to the limit
+};
+
+struct Gating {
+    Gate gate;
+    float alpha, limit;  // of a clamped gate
+};
+
 struct LinearArgs {
-    const void* x;       // [M, K]
+    const void* x;          // [M, K], or more rows of which `rows` names M
     int64_t x_stride;
-    const void* weight;  // packed
-    const void* bias;    // [N] in the dtype of x (silu_mul: [2 N], the gate's first), or null
-    void* out;           // [M, N]
+    const int32_t* rows;    // or null
+    const void* weight;     // packed
+    const void* bias;       // [N] in the dtype of x (gated: [2 N], the gate's first), or null
+    void* out;              // [M, N]
     int64_t M, N, K;
     Dtype dtype, out_dtype;
-    bool silu_mul;       // weight holds gate and up blocks in turn; N counts the rows of one of them
-    void* scratch;       // linear_scratch_bytes(M, K)
+    Gating gating;          // gated: weight holds gate and up blocks in turn; N counts the rows of one of them
+    void* scratch;          // linear_scratch_bytes(M, K)
+};
+
+struct RouteArgs {
+    const float* logits;  // [tokens, experts]
+    const float* bias;    // [experts], added to the scores that experts are chosen by, or null
+    int32_t* ids;         // [tokens, top], in descending order of these scores
+    float* weights;       // [tokens, top]
+    float* scratch;       // [tokens, 3, experts]
+    int64_t tokens, experts, top, groups, top_groups;
+    bool sigmoid, normalised;
+    float scale;
+};
+
+struct CombineArgs {
+    const void* values;     // [tokens * top, N]
+    const int32_t* places;  // [tokens, top]: which row of `values`
+    const float* weights;   // [tokens, top]
+    void* out;              // [tokens, N]: the weighted sums, in float32 and in the order of `places`
+    int64_t tokens, top, N;
+    Dtype dtype;
 };
 
 struct PackArgs {
@@ -111,7 +144,10 @@ struct StatsArgs {
 
 struct Kernels {
     int64_t (*linear_scratch_bytes)(int64_t M, int64_t K);
-    void (*linear)(const Runtime&, const LinearArgs&);
+    // Several products, whose parts the threads share as if they were one.
+    void (*linear)(const Runtime&, const LinearArgs* products, int64_t count);
+    void (*route)(const Runtime&, const RouteArgs&);
+    void (*combine)(const Runtime&, const CombineArgs&);
     void (*pack)(const Runtime&, const PackArgs&);
     void (*unpack)(const Runtime&, const PackArgs&);
     void (*rms_norm)(const Runtime&, const NormArgs&);
