@@ -128,15 +128,6 @@ def test_queries_and_keys_are_normed_and_rotated_and_kv_is_written(device, dtype
             Case(device, dtype, heads, [(3, 3), (1, 40), (5, 37)], normed=normed).check_rope()
 
 
-def test_a_program_that_takes_several_tokens_rotates_each(device, dtypes, monkeypatch):
-    from headgate.layers.triton import rope
-
-    monkeypatch.setattr(rope, "MANY", 9)
-    for dtype in dtypes:
-        for heads in SHAPES[1], SHAPES[3]:
-            Case(device, dtype, heads, [(3, 3), (1, 40), (11, 37)]).check_rope()
-
-
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_decode_attends_like_the_reference(device, dtypes, heads, window):

@@ -175,14 +175,14 @@ def vector_linear_kernel(
     sums = tl.zeros([ROWS, STEP], tl.float32)
     gated_sums = tl.zeros([ROWS, STEP], tl.float32)
     at = weight + row[:, None].to(tl.int64) * COLUMNS
-    gated_at = at + rows.to(tl.int64) * COLUMNS
     for first in tl.static_range(0, COLUMNS, STEP):
         column = first + tl.arange(0, STEP)
         inside = column < COLUMNS
         mask = owned[:, None] & inside[None, :]
         w = tl.load(at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         if GATED:
-            u = tl.load(gated_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            up_at = at + rows.to(tl.int64) * COLUMNS
+            u = tl.load(up_at + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         if first == 0:
             wait_for_previous(PDL)  # the first weights are already being loaded
         numbers = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)[None, :]
