@@ -52,6 +52,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "tie_word_embeddings": False,
     },
+    "mixtral-8x0.1b": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+    },
     "llama-8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,

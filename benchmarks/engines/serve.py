@@ -12,14 +12,15 @@ from typing import Any
 Generate = Callable[[list[list[int]], int], int]  # prompts, tokens for each -> tokens generated
 
 
-def serve(info: dict[str, Any], generate: Generate) -> None:
+def serve(info: dict[str, Any], generate: Generate, seen: Callable[[], dict[str, Any]] = dict) -> None:
+    """`seen` returns what else was observed since the last answer."""
     write(info)
     for line in sys.stdin:
         question = json.loads(line)
         start, cpu = time.perf_counter(), sum(os.times()[:4])
         tokens = generate(question["prompts"], question["max_tokens"])
         seconds = time.perf_counter() - start
-        write({"seconds": seconds, "cpu_seconds": sum(os.times()[:4]) - cpu, "tokens": tokens})
+        write({"seconds": seconds, "cpu_seconds": sum(os.times()[:4]) - cpu, "tokens": tokens} | seen())
 
 
 def write(message: dict[str, Any]) -> None:
