@@ -31,7 +31,8 @@ SHARED_MEMORY = 220 * 1024
 CUDA, BF16, HEADS = torch.device("cuda"), torch.bfloat16, Heads(32, 4, 128)
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 8192)
 GROUP_CUTS = [
-    GroupCut(rows, columns, tokens, warps, stages)
+    GroupCut(rows, columns, tokens, warps, stages, bulk)
+    for bulk in (False, True)
     for tokens in (16, 32, 64, 128, 256)
     for rows, columns, warps, stages in (
         *((32, 128, 4, 4), (32, 256, 4, 4), (64, 64, 4, 4), (64, 64, 8, 4), (64, 128, 4, 3), (64, 128, 4, 5)),
@@ -69,11 +70,11 @@ class Case:
     def group_product(self, cut: GroupCut, gated: bool) -> list[Callable[[], object]]:
         def product(layer: Layer, routed: Routed) -> Callable[[], object]:
             groups = experts.group_pairs(routed.ids, EXPERTS, cut.tokens)
-            matrices, rows = (layer.gate_up, self.x) if gated else (layer.down, self.inner)
-            divide = TOP if gated else 1
-            return lambda: experts.multiply_groups(
-                rows, matrices, groups, cut, self.count * TOP, divide=divide, gated=gated
-            )
+            inner = torch.randn(len(groups.pairs), WIDTH, device=CUDA, dtype=BF16)
+            outer = torch.empty(self.count * TOP, HIDDEN, device=CUDA, dtype=BF16)
+            if gated:
+                return lambda: experts.multiply_groups(self.x, layer.gate_up, groups, cut, inner, top=TOP, gated=True)
+            return lambda: experts.multiply_groups(inner, layer.down, groups, cut, outer, top=1, gated=False)
 
         return [product(layer, routed) for layer, routed in self.each]
 

@@ -92,6 +92,18 @@ def test_a_row_is_the_weighted_sum_of_its_experts(make, count, skew):
     assert_near(backend.experts(x, weights.gate_up_packed, weights.down_packed, routed), weights.expected(x, routed))
 
 
+@INTERPRETED
+@pytest.mark.parametrize("columns", [16, 32])  # of 64 and 48: the last step of the second product is not full
+def test_tiles_loaded_in_bulk_give_the_same_sums(columns):
+    from headgate.layers.triton.experts import GroupCut, compute_grouped
+
+    weights = Weights(triton_backend(CPU, torch.float32, HEADS), experts=6, hidden=64, width=48)
+    x, routed = torch.randn(40, 64), routed_rows(40, 6, 3)
+    cut = GroupCut(32, columns, 16, 4, 2, bulk=True)
+    found = compute_grouped(x, weights.gate_up_packed, weights.down_packed, routed, (cut, cut))
+    assert_near(found, weights.expected(x, routed))
+
+
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("biased", [False, True])

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headgate.layers.backend import ExpertMatrices, Routed, Routing
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 FEW_PAIRS = 32
 AT_ONCE = 128  # pairs that one program can group
-PLACED = 64  # pairs per program of `count_kernel` and `place_kernel`
+PLACED = 32  # pairs per program of `count_kernel` and `place_kernel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class GroupCut:
     tokens: int
     warps: int
     stages: int
+    bulk: bool = False  # the copy engine of the device loads tiles
 
 
 # The fastest tilings on an H200 for experts of Qwen3-30B-A3B's size (`benchmarks/gpu/experts.py`): up to how many pairs
@@ -42,8 +44,8 @@ TILINGS = (
     (8, GroupCut(64, 128, 16, 4, 3), GroupCut(64, 128, 16, 4, 3)),
     (24, GroupCut(64, 64, 32, 4, 4), GroupCut(64, 128, 32, 4, 3)),
     (48, GroupCut(64, 64, 64, 4, 4), GroupCut(128, 64, 64, 4, 3)),
-    (128, GroupCut(128, 64, 128, 8, 4), GroupCut(128, 64, 128, 8, 3)),
-    (float("inf"), GroupCut(128, 64, 128, 8, 3), GroupCut(128, 64, 128, 4, 3)),
+    (128, GroupCut(128, 64, 128, 8, 4, bulk=True), GroupCut(128, 64, 128, 8, 3, bulk=True)),
+    (float("inf"), GroupCut(128, 64, 128, 8, 3, bulk=True), GroupCut(128, 64, 128, 8, 3, bulk=True)),
 )
 
 
@@ -130,8 +132,10 @@ def compute_grouped(
     if not pairs:
         return torch.empty_like(x)
     groups = group_pairs(routed.ids, len(down.each), first.tokens)
-    inner = multiply_groups(x, gate_up, groups, first, pairs, divide=routed.ids.shape[1], gated=True)
-    outer = multiply_groups(inner, down, groups, second, pairs, divide=1, gated=False)
+    inner = x.new_empty(len(groups.pairs), down.each[0].columns)
+    multiply_groups(x, gate_up, groups, first, inner, top=routed.ids.shape[1], gated=True)
+    outer = x.new_empty(pairs, down.each[0].rows)
+    multiply_groups(inner, down, groups, second, outer, top=1, gated=False)
     return combine(outer, routed.weights)
 
 
@@ -161,30 +165,34 @@ def multiply_groups(
     matrices: ExpertMatrices,
     groups: Groups,
     cut: GroupCut,
-    pairs: int,
+    out: torch.Tensor,
     *,
-    divide: int,
+    top: int,
     gated: bool,
-) -> torch.Tensor:
-    """The product of each pair's row, `x[pair // divide]`, with the weight of its expert."""
+) -> None:
+    """The product of each pair's row with the weight of its expert.
+
+    If `gated`, rows are in the order of tokens and `out` is in the order of `groups.pairs`; else the reverse.
+    """
     weight, scales = stacked(matrices)
-    rows, columns = weight.shape[1] // 2 if gated else weight.shape[1], weight.shape[2]
-    out = x.new_empty(pairs, rows)
+    rows, columns = out.shape[1], x.shape[1]
+    bulk = cut.bulk and weight.dtype == x.dtype and columns * x.itemsize % 16 == 0
     launch(
         groups_kernel,
         (triton.cdiv(rows, cut.rows), len(groups.experts)),
-        x,
-        weight,
-        weight if scales is None else scales,
         out,
+        tiles(x, cut.tokens, cut.columns) if bulk and not gated else x,
+        tiles(weight.view(-1, columns), cut.rows, cut.columns) if bulk else weight,
+        weight if scales is None else scales,
         groups.pairs,
         groups.experts,
         groups.sizes,
         rows,
         COLUMNS=columns,
-        DIVIDE=divide,
+        TOP=top,
         SCALED=scales is not None,
         GATED=gated,
+        BULK=bulk,
         TOKENS=cut.tokens,
         ROWS=cut.rows,
         STEP=cut.columns,
@@ -193,7 +201,10 @@ def multiply_groups(
         num_stages=cut.stages,
         **overlap(x),
     )
-    return out
+
+
+def tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def combine(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -403,18 +414,19 @@ def place_kernel(
 
 @triton.jit
 def groups_kernel(
+    out,
     x,
     weight,
     scale,
-    out,
     placed,
     group_experts,
     group_sizes,
     rows,
     COLUMNS: tl.constexpr,
-    DIVIDE: tl.constexpr,
+    TOP: tl.constexpr,
     SCALED: tl.constexpr,
     GATED: tl.constexpr,
+    BULK: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -426,45 +438,61 @@ def groups_kernel(
     size = tl.load(group_sizes + group)
     if size == 0:
         return
-    expert = tl.load(group_experts + group).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.load(group_experts + group)
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
     owned = row < rows
     place = tl.arange(0, TOKENS)
     taken = place < size
-    pair = tl.load(placed + group.to(tl.int64) * TOKENS + place, mask=taken, other=0).to(tl.int64)
-    token = pair // DIVIDE
+    in_order = group.to(tl.int64) * TOKENS + place
+    pair = tl.load(placed + in_order, mask=taken, other=0).to(tl.int64)
     height = 2 * rows if GATED else rows
-    first_row = expert * height
-    # Rows past the end of the weight are read from row 0 and never stored, which is faster than masked loads.
-    weight_at = weight + (first_row + tl.where(owned, row, 0)[:, None]) * COLUMNS
-    up_at = weight_at + rows.to(tl.int64) * COLUMNS
-    x_at = x + token[None, :] * COLUMNS
+    weight_row = expert * height
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     other = tl.zeros([ROWS, TOKENS], tl.float32)
+    if not BULK:
+        # Rows past the end of the weight are read from row 0 and never stored, which is faster than masked loads.
+        weight_at = weight + (weight_row.to(tl.int64) + tl.where(owned, row, 0)[:, None]) * COLUMNS
+        up_at = weight_at + rows.to(tl.int64) * COLUMNS
+    if GATED or not BULK:
+        source = pair // TOP if GATED else in_order
+        x_at = x + source[None, :] * COLUMNS
     for first in range(0, COLUMNS, STEP):
         column = first + tl.arange(0, STEP)
-        if EVEN:
-            w = tl.load(weight_at + column[None, :])
-            rows_in = tl.load(x_at + column[:, None], mask=taken[None, :], other=0.0)
+        inside = column < COLUMNS
+        if BULK and not GATED:
+            numbers = x.load([group * TOKENS, first]).T
+        elif EVEN:
+            numbers = tl.load(x_at + column[:, None], mask=taken[None, :], other=0.0)
         else:
-            inside = column < COLUMNS
+            numbers = tl.load(x_at + column[:, None], mask=inside[:, None] & taken[None, :], other=0.0)
+        if BULK:
+            w = weight.load([weight_row + first_row, first])
+        elif EVEN:
+            w = tl.load(weight_at + column[None, :])
+        else:
             w = tl.load(weight_at + column[None, :], mask=inside[None, :], other=0.0)
-            rows_in = tl.load(x_at + column[:, None], mask=inside[:, None] & taken[None, :], other=0.0)
-        acc = tl.dot(w.to(rows_in.dtype), rows_in, acc, input_precision="ieee")
+        acc = tl.dot(w.to(numbers.dtype), numbers, acc, input_precision="ieee")
         if GATED:
-            if EVEN:
+            if BULK:
+                u = weight.load([weight_row + rows + first_row, first])
+            elif EVEN:
                 u = tl.load(up_at + column[None, :])
             else:
                 u = tl.load(up_at + column[None, :], mask=inside[None, :], other=0.0)
-            other = tl.dot(u.to(rows_in.dtype), rows_in, other, input_precision="ieee")
+            other = tl.dot(u.to(numbers.dtype), numbers, other, input_precision="ieee")
     if SCALED:
-        acc *= tl.load(scale + first_row + row, mask=owned, other=0.0)[:, None]
+        acc *= tl.load(scale + weight_row + row, mask=owned, other=0.0)[:, None]
         if GATED:
-            other *= tl.load(scale + first_row + rows + row, mask=owned, other=0.0)[:, None]
+            other *= tl.load(scale + weight_row + rows + row, mask=owned, other=0.0)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * other
-    at = out + pair[None, :] * rows + row[:, None]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=owned[:, None] & taken[None, :])
+    result = acc.to(out.dtype.element_ty)
+    target = in_order if GATED else pair
+    if BULK:  # through shared memory, for long writes
+        tl.store(out + target[:, None] * rows + row[None, :], result.T, mask=taken[:, None] & owned[None, :])
+    else:
+        tl.store(out + target[None, :] * rows + row[:, None], result, mask=owned[:, None] & taken[None, :])
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_COMPILERS = 16
 
@@ -86,6 +87,8 @@ def trait(argument: Any) -> Hashable:
     """The properties for which Triton may compile different code: type, alignment, being 1 or a multiple of 16."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, argument >= 2**31
     return None
