@@ -9,7 +9,7 @@ from serve import serve
 
 import headgate
 from headgate import LLM, SamplingParams
-from headgate.layers.backend import ExpertMatrices, Routed
+from headgate.layers.backend import Routed, Routing
 from headgate.layers.cpu_backend import CpuBackend
 
 used: list[int] = []  # per layer and step
@@ -18,10 +18,11 @@ used: list[int] = []  # per layer and step
 class CountingBackend(CpuBackend):
     rows = 0  # of a decoding step
 
-    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
-        if len(x) == CountingBackend.rows:
+    def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
+        routed = CpuBackend.route(self, logits, routing, bias)
+        if len(logits) == CountingBackend.rows:
             used.append(len(set(routed.ids.flatten().tolist())))
-        return CpuBackend.experts(self, x, gate_up, down, routed)
+        return routed
 
 
 def seen() -> dict[str, float]:

@@ -81,7 +81,7 @@ class Case:
     def pair_product(self, cut: PairCut, gated: bool) -> list[Callable[[], object]]:
         def product(layer: Layer, routed: Routed) -> Callable[[], object]:
             if gated:
-                return lambda: experts.multiply_gate_up(self.x, layer.gate_up, routed, cut)
+                return lambda: experts.multiply_gate_up(self.x, layer.gate_up, routed, cut=cut)
             return lambda: experts.multiply_down(self.inner, layer.down, routed, cut)
 
         return [product(layer, routed) for layer, routed in self.each]
@@ -102,7 +102,7 @@ class Case:
         reference = TorchBackend(CUDA, BF16, HEADS)
         expected = compute_one_by_one(reference, self.x, layer.gate_up, layer.down, routed)
         for each in experts.TILINGS:
-            found = experts.compute_grouped(self.x, layer.gate_up, layer.down, routed, each[1:])
+            found = experts.compute_grouped(self.x, layer.gate_up, layer.down, routed, None, each[1:])
             assert error(found, expected) < 1e-2
         assert error(experts.compute(self.x, layer.gate_up, layer.down, routed), expected) < 1e-2
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from headgate.layers.backend import NO_FP8, Fp8, Heads, Routed, Routing
+from headgate.layers.backend import NO_FP8, ClampedGate, Fp8, Heads, Routed, Routing
 from headgate.layers.cpu import Kernels, load_kernels
 from headgate.layers.cpu_backend import CpuBackend
 from headgate.layers.experts import route
@@ -20,7 +22,10 @@ ROUTINGS = {
     "not normalised": Routing(top=2, normalised=False),
     "sigmoid, scaled": Routing(top=4, scores="sigmoid", scale=2.5),
     "groups": Routing(top=3, scores="sigmoid", groups=4, top_groups=2),
+    "groups of odd sizes": Routing(top=2, scores="sigmoid", groups=3, top_groups=2, normalised=False),
+    "groups of one": Routing(top=5, groups=12, top_groups=5),
 }
+GATES = {"silu": None, "clamped": ClampedGate(alpha=1.702, limit=0.8)}
 
 
 def deterministic(device, dtype, fp8=NO_FP8):
@@ -50,7 +55,7 @@ GPU_BACKENDS = [
 
 
 class Weights:
-    def __init__(self, backend, experts, hidden, width, seed=1):
+    def __init__(self, backend, experts, hidden, width, seed=1, *, gate=None, biased=False):
         random = torch.Generator().manual_seed(seed)
         self.gate, self.up = torch.randn(2, experts, width, hidden, generator=random) / hidden**0.5
         self.down = torch.randn(experts, hidden, width, generator=random) / width**0.5
@@ -60,14 +65,34 @@ class Weights:
             backend.pack_gate_up(self.gate_up_packed.each[i], floating(self.up[i]), width)
             backend.pack_gate_up(self.gate_up_packed.each[i], floating(self.gate[i]), 0)
             backend.pack(self.down_packed.each[i], floating(self.down[i]), 0)
+        self.gate_kind = gate
+        self.up_bias, self.down_bias = torch.zeros(experts, 2 * width), torch.zeros(experts, hidden)
+        if biased:
+            self.up_bias.normal_(generator=random)
+            self.down_bias.normal_(generator=random)
+            self.gate_up_packed = replace(self.gate_up_packed, bias=self.up_bias.to(backend.device, backend.dtype))
+            self.down_packed = replace(self.down_packed, bias=self.down_bias.to(backend.device, backend.dtype))
+        self.backend = backend
+
+    def compute(self, x, routed):
+        return self.backend.experts(x, self.gate_up_packed, self.down_packed, routed, self.gate_kind)
 
     def expected(self, x, routed):
         out = torch.zeros(len(x), self.down.shape[1], dtype=torch.float64)
         for t, row in enumerate(x.double().cpu()):
             for expert, weight in zip(routed.ids[t].tolist(), routed.weights[t].tolist(), strict=True):
-                gate, up = self.gate[expert].double() @ row, self.up[expert].double() @ row
-                out[t] += weight * (self.down[expert].double() @ (gate * gate.sigmoid() * up))
+                bias = self.up_bias[expert].double().chunk(2)
+                gate, up = self.gate[expert].double() @ row + bias[0], self.up[expert].double() @ row + bias[1]
+                inner = self.gated(gate, up)
+                out[t] += weight * (self.down[expert].double() @ inner + self.down_bias[expert].double())
         return out
+
+    def gated(self, gate, up):
+        if self.gate_kind is None:
+            return gate * gate.sigmoid() * up
+        alpha, limit = self.gate_kind.alpha, self.gate_kind.limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * (alpha * gate).sigmoid() * (up + 1)
 
 
 def routed_rows(count, experts, top, seed=2, skew=0.0):
@@ -89,7 +114,17 @@ def test_a_row_is_the_weighted_sum_of_its_experts(make, count, skew):
     backend = make()
     weights = Weights(backend, experts=6, hidden=64, width=48)
     x, routed = torch.randn(count, 64), routed_rows(count, 6, 3, skew=skew)
-    assert_near(backend.experts(x, weights.gate_up_packed, weights.down_packed, routed), weights.expected(x, routed))
+    assert_near(weights.compute(x, routed), weights.expected(x, routed))
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_experts_may_have_biases_and_a_clamped_gate(make, gate, count):
+    backend = make()
+    weights = Weights(backend, experts=6, hidden=64, width=48, gate=GATES[gate], biased=True)
+    x, routed = torch.randn(count, 64), routed_rows(count, 6, 3)
+    assert_near(weights.compute(x, routed), weights.expected(x, routed))
 
 
 @INTERPRETED
@@ -100,7 +135,7 @@ def test_tiles_loaded_in_bulk_give_the_same_sums(columns):
     weights = Weights(triton_backend(CPU, torch.float32, HEADS), experts=6, hidden=64, width=48)
     x, routed = torch.randn(40, 64), routed_rows(40, 6, 3)
     cut = GroupCut(32, columns, 16, 4, 2, bulk=True)
-    found = compute_grouped(x, weights.gate_up_packed, weights.down_packed, routed, (cut, cut))
+    found = compute_grouped(x, weights.gate_up_packed, weights.down_packed, routed, None, (cut, cut))
     assert_near(found, weights.expected(x, routed))
 
 
@@ -128,15 +163,41 @@ def test_experts_outside_the_best_groups_are_not_chosen():
 
 
 @pytest.mark.parametrize("make", BACKENDS[1:3] + BACKENDS[4:])
-def test_60_a_row_does_not_depend_on_the_other_rows(make):
-    backend = make()
-    weights = Weights(backend, experts=6, hidden=64, width=48)
+@pytest.mark.parametrize("gate", GATES)
+def test_60_a_row_does_not_depend_on_the_other_rows(make, gate):
+    weights = Weights(make(), experts=6, hidden=64, width=48, gate=GATES[gate], biased=gate != "silu")
     x, routed = torch.randn(40, 64), routed_rows(40, 6, 3)
-    together = backend.experts(x, weights.gate_up_packed, weights.down_packed, routed)
+    together = weights.compute(x, routed)
     for some in ([7], [0, 7, 39], [*range(3, 20)]):
         part = Routed(routed.ids[some].contiguous(), routed.weights[some].contiguous())
-        alone = backend.experts(x[some], weights.gate_up_packed, weights.down_packed, part)
-        assert torch.equal(alone, together[some])
+        assert torch.equal(weights.compute(x[some], part), together[some])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("make", GPU_BACKENDS)
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_are_chosen_as_by_the_reference_on_a_gpu(make, name, biased):
+    logits = torch.randn(300, 12, device="cuda")
+    bias = torch.randn(12, device="cuda") if biased else None
+    ours = make(torch.bfloat16, NO_FP8).route(logits, ROUTINGS[name], bias)
+    theirs = route(logits, ROUTINGS[name], bias)
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    torch.testing.assert_close(ours.weights, theirs.weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("make", GPU_BACKENDS)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("count", [1, 8, 9, 300])
+def test_experts_may_have_biases_and_a_clamped_gate_on_a_gpu(make, gate, count):
+    backend = make(torch.bfloat16, NO_FP8)
+    weights = Weights(backend, experts=32, hidden=512, width=192, gate=GATES[gate], biased=True)
+    x = torch.randn(count, 512, device="cuda", dtype=torch.bfloat16)
+    routed = backend.route(torch.randn(count, 32, device="cuda"), Routing(top=4), None)
+    assert_near(weights.compute(x, routed), weights.expected(x, routed), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

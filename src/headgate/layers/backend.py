@@ -92,16 +92,28 @@ class Routed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """`gate * sigmoid(alpha * gate) * (up + 1)`, with `gate` up to `limit`, and `up` from `-limit` to `limit`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertMatrices:
     """One weight per expert. If `stacked` is given, they are its parts; the backend defines the layout inside."""
 
     each: tuple[Matrix, ...]
     stacked: torch.Tensor | None = None
     scales: torch.Tensor | None = None  # [experts, rows], of quantised weights
+    bias: torch.Tensor | None = None  # [experts, rows]; the gates' before those of up
 
     def tensor_of(self, expert: int) -> torch.Tensor:
         """The tensor that owns the memory of one expert's weight."""
         return self.each[expert].data if self.stacked is None else self.stacked
+
+    def bias_of(self, expert: int) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias[expert]
 
 
 class Backend(Protocol):
@@ -152,8 +164,15 @@ class Backend(Protocol):
     def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
         """Choose each token's experts from the router's float32 `logits`; see `layers.experts.route`."""
 
-    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
-        """The weighted sum of the MLPs of each row's experts."""
+    def experts(
+        self,
+        x: torch.Tensor,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        routed: Routed,
+        gate: ClampedGate | None = None,
+    ) -> torch.Tensor:
+        """The weighted sum of the MLPs of each row's experts. The gate is `silu(gate) * up` if none is given."""
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Add `x` into `residual`, in place, and return the norm of the sum."""

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from headgate.layers.backend import KV, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
+from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
 from headgate.layers.cpu.kernels import LANES, kv_block_shapes
@@ -78,10 +78,26 @@ class CpuBackend:
         )
         return Routed(ids, weights)
 
-    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+    def experts(
+        self,
+        x: torch.Tensor,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        routed: Routed,
+        gate: ClampedGate | None = None,
+    ) -> torch.Tensor:
         assert gate_up.stacked is not None and down.stacked is not None
-        width = down.each[0].columns
-        return self.kernels.experts(x, gate_up.stacked, down.stacked, width, routed.ids, routed.weights)
+        return self.kernels.experts(
+            x,
+            gate_up.stacked,
+            down.stacked,
+            down.each[0].columns,
+            routed.ids,
+            routed.weights,
+            gate_up.bias,
+            down.bias,
+            None if gate is None else (gate.alpha, gate.limit),
+        )
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self.kernels.add_rms_norm(x, residual, weight, eps)

@@ -6,9 +6,11 @@ token on the host, so it cannot be captured in a graph. It reads only the weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from headgate.layers.backend import Backend, ExpertMatrices, Routed, Routing
+from headgate.layers.backend import ClampedGate, Routed, Routing
 
 
 def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
@@ -40,18 +42,25 @@ def in_order(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def clamped(pair: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+    """Apply the gate to the results of gate and up, which are side by side."""
+    gated, up = pair.chunk(2, dim=-1)
+    gated, up = gated.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return (up + 1) * (gated * torch.sigmoid(gated * gate.alpha))
+
+
 def compute_one_by_one(
-    backend: Backend, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed
+    x: torch.Tensor, routed: Routed, count: int, mlp: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> torch.Tensor:
+    """`mlp` computes rows with one of `count` experts."""
     top = routed.ids.shape[1]
     chosen = routed.ids.flatten().long()
     pairs = chosen.argsort(stable=True)  # of token and expert, grouped by expert
-    counts = torch.bincount(chosen, minlength=len(down.each)).tolist()
-    out = x.new_empty(len(chosen), down.each[0].rows)
+    counts = torch.bincount(chosen, minlength=count).tolist()
+    out = x.new_empty(len(chosen), x.shape[1])
     for expert, mine in enumerate(torch.split(pairs, counts)):
         if len(mine):
-            inner = backend.gate_up(x[mine // top], gate_up.each[expert], None)
-            out[mine] = backend.linear(inner, down.each[expert], None)
+            out[mine] = mlp(x[mine // top], expert)
     return combined(out.view(len(x), top, -1), routed.weights)
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
+from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
 from headgate.layers.batch import Batch
-from headgate.layers.experts import compute_one_by_one, route
+from headgate.layers.experts import clamped, compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
 
 
@@ -66,8 +66,25 @@ class TorchBackend:
     def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
         return route(logits, routing, bias)
 
-    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
-        return compute_one_by_one(self, x, gate_up, down, routed)
+    def experts(
+        self,
+        x: torch.Tensor,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        routed: Routed,
+        gate: ClampedGate | None = None,
+    ) -> torch.Tensor:
+        def mlp(rows: torch.Tensor, expert: int) -> torch.Tensor:
+            first, bias = gate_up.each[expert], gate_up.bias_of(expert)
+            inner = self.gate_up(rows, first, bias) if gate is None else self.clamped_gate_up(rows, first, bias, gate)
+            return self.linear(inner, down.each[expert], down.bias_of(expert))
+
+        return compute_one_by_one(x, routed, len(down.each), mlp)
+
+    def clamped_gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, gate: ClampedGate
+    ) -> torch.Tensor:
+        return clamped(self.linear(x, matrix, bias), gate)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(residual.add_(x), weight, eps)
@@ -123,6 +140,11 @@ class DeterministicTorchBackend(TorchBackend):
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         gate, up = self.linear(x, matrix, bias).chunk(2, dim=-1)
         return row_by_row(F.silu, gate) * up
+
+    def clamped_gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, gate: ClampedGate
+    ) -> torch.Tensor:
+        return row_by_row(lambda row: clamped(row, gate), self.linear(x, matrix, bias))
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self.norm_heads(residual.add_(x), weight, eps)

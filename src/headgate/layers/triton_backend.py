@@ -14,7 +14,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, NO_FP8, ExpertMatrices, Fp8, Heads, Matrix, Rotary, Routed, Routing
+from headgate.layers.backend import (
+    KV,
+    NO_FP8,
+    ClampedGate,
+    ExpertMatrices,
+    Fp8,
+    Heads,
+    Matrix,
+    Rotary,
+    Routed,
+    Routing,
+)
 from headgate.layers.batch import Batch
 from headgate.layers.formats import FP8, Floating, Fp8Rows, Weight, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
@@ -105,10 +116,17 @@ class TritonBackend(TorchBackend):
         return self.expert_matrices(count, 2 * intermediate, columns)
 
     def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
-        return super().route(logits, routing, bias) if routing.groups > 1 else experts.route(logits, routing, bias)
+        return experts.route(logits, routing, bias)
 
-    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
-        return experts.compute(x, gate_up, down, routed, roomy=self.scratch.roomy)
+    def experts(
+        self,
+        x: torch.Tensor,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        routed: Routed,
+        gate: ClampedGate | None = None,
+    ) -> torch.Tensor:
+        return experts.compute(x, gate_up, down, routed, gate, roomy=self.scratch.roomy)
 
     def beats_library(self, x: torch.Tensor, matrix: Matrix) -> bool:
         """Whether our own product is faster than cuBLAS."""
@@ -175,9 +193,16 @@ class DeterministicTritonBackend(TritonBackend):
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         return small_linear(x, matrix, None, cut=self._cut(x, matrix), out_dtype=torch.float32)
 
-    def experts(self, x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed) -> torch.Tensor:
+    def experts(
+        self,
+        x: torch.Tensor,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
+        routed: Routed,
+        gate: ClampedGate | None = None,
+    ) -> torch.Tensor:
         first, second = (experts.fitted(cut, x.dtype, self.scratch.roomy) for cut in experts.INVARIANT)
-        return experts.compute_grouped(x, gate_up, down, routed, (first, second))
+        return experts.compute_grouped(x, gate_up, down, routed, gate, (first, second))
 
     def _cut(self, x: torch.Tensor, matrix: Matrix) -> Cut:
         return invariant_cut(len(x), matrix.rows, x.dtype, self.scratch.roomy)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headgate.layers.backend import ExpertMatrices, Routed, Routing
+from headgate.layers.backend import ClampedGate, ExpertMatrices, Routed, Routing
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 FEW_PAIRS = 32
@@ -87,7 +87,7 @@ class Groups:
 
 
 def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
-    """Like `layers.experts.route`, for experts that are not in groups."""
+    """Like `layers.experts.route`."""
     count, experts = logits.shape
     ids = torch.empty(count, routing.top, dtype=torch.int32, device=logits.device)
     weights = torch.empty(count, routing.top, device=logits.device)
@@ -102,10 +102,13 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> 
             experts,
             routing.scale,
             TOP=routing.top,
+            GROUPS=routing.groups,
+            TOP_GROUPS=routing.top_groups,
             SIGMOID=routing.scores == "sigmoid",
             NORMALISED=routing.normalised,
             BIASED=bias is not None,
-            BLOCK=triton.next_power_of_2(experts),
+            BLOCK=triton.next_power_of_2(experts // routing.groups) * triton.next_power_of_2(routing.groups),
+            MEMBERS=triton.next_power_of_2(experts // routing.groups),
             num_warps=1,
             **overlap(logits),
         )
@@ -113,12 +116,18 @@ def route(logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> 
 
 
 def compute(
-    x: torch.Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, routed: Routed, *, roomy: bool = True
+    x: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    routed: Routed,
+    gate: ClampedGate | None = None,
+    *,
+    roomy: bool = True,
 ) -> torch.Tensor:
     pairs = routed.ids.numel()
     if pairs <= FEW_PAIRS:
-        return multiply_down(multiply_gate_up(x, gate_up, routed), down, routed)
-    return compute_grouped(x, gate_up, down, routed, cuts_for(pairs, len(down.each), x.dtype, roomy))
+        return multiply_down(multiply_gate_up(x, gate_up, routed, gate), down, routed)
+    return compute_grouped(x, gate_up, down, routed, gate, cuts_for(pairs, len(down.each), x.dtype, roomy))
 
 
 def compute_grouped(
@@ -126,6 +135,7 @@ def compute_grouped(
     gate_up: ExpertMatrices,
     down: ExpertMatrices,
     routed: Routed,
+    gate: ClampedGate | None,
     cuts: tuple[GroupCut, GroupCut],
 ) -> torch.Tensor:
     pairs, (first, second) = routed.ids.numel(), cuts
@@ -133,7 +143,7 @@ def compute_grouped(
         return torch.empty_like(x)
     groups = group_pairs(routed.ids, len(down.each), first.tokens)
     inner = x.new_empty(len(groups.pairs), down.each[0].columns)
-    multiply_groups(x, gate_up, groups, first, inner, top=routed.ids.shape[1], gated=True)
+    multiply_groups(x, gate_up, groups, first, inner, top=routed.ids.shape[1], gated=True, gate=gate)
     outer = x.new_empty(pairs, down.each[0].rows)
     multiply_groups(inner, down, groups, second, outer, top=1, gated=False)
     return combine(outer, routed.weights)
@@ -169,6 +179,7 @@ def multiply_groups(
     *,
     top: int,
     gated: bool,
+    gate: ClampedGate | None = None,
 ) -> None:
     """The product of each pair's row with the weight of its expert.
 
@@ -184,13 +195,17 @@ def multiply_groups(
         tiles(x, cut.tokens, cut.columns) if bulk and not gated else x,
         tiles(weight.view(-1, columns), cut.rows, cut.columns) if bulk else weight,
         weight if scales is None else scales,
+        weight if matrices.bias is None else matrices.bias,
         groups.pairs,
         groups.experts,
         groups.sizes,
         rows,
+        *gate_arguments(gate),
         COLUMNS=columns,
         TOP=top,
         SCALED=scales is not None,
+        BIASED=matrices.bias is not None,
+        CLAMPED=gate is not None,
         GATED=gated,
         BULK=bulk,
         TOKENS=cut.tokens,
@@ -218,9 +233,13 @@ def combine(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_gate_up(
-    x: torch.Tensor, matrices: ExpertMatrices, routed: Routed, cut: PairCut = GATE_UP_PAIR
+    x: torch.Tensor,
+    matrices: ExpertMatrices,
+    routed: Routed,
+    gate: ClampedGate | None = None,
+    cut: PairCut = GATE_UP_PAIR,
 ) -> torch.Tensor:
-    """`silu(gate) * up` of every pair, one pair per program."""
+    """The gated product of every pair, one pair per program."""
     weight, scales = stacked(matrices)
     rows, columns = weight.shape[1] // 2, weight.shape[2]
     pairs, top = routed.ids.numel(), routed.ids.shape[1]
@@ -232,12 +251,16 @@ def multiply_gate_up(
             x,
             weight,
             weight if scales is None else scales,
+            weight if matrices.bias is None else matrices.bias,
             out,
             routed.ids,
             rows,
+            *gate_arguments(gate),
             COLUMNS=columns,
             TOP=top,
             SCALED=scales is not None,
+            BIASED=matrices.bias is not None,
+            CLAMPED=gate is not None,
             ROWS=cut.rows,
             STEP=min(triton.next_power_of_2(columns), cut.columns),
             num_warps=cut.warps,
@@ -261,6 +284,7 @@ def multiply_down(
             x,
             weight,
             weight if scales is None else scales,
+            weight if matrices.bias is None else matrices.bias,
             out,
             routed.ids,
             routed.weights,
@@ -269,6 +293,7 @@ def multiply_down(
             TOP=top,
             PADDED=triton.next_power_of_2(top),
             SCALED=scales is not None,
+            BIASED=matrices.bias is not None,
             ROWS=cut.rows,
             STEP=min(triton.next_power_of_2(columns), cut.columns),
             num_warps=cut.warps,
@@ -282,6 +307,21 @@ def stacked(matrices: ExpertMatrices) -> tuple[torch.Tensor, torch.Tensor | None
     return matrices.stacked, matrices.scales
 
 
+def gate_arguments(gate: ClampedGate | None) -> tuple[float, float]:
+    return (0.0, 0.0) if gate is None else (gate.alpha, gate.limit)
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    return result
+
+
 @triton.jit
 def route_kernel(
     logits,
@@ -291,15 +331,21 @@ def route_kernel(
     experts,
     scale,
     TOP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
+    MEMBERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Place `g * MEMBERS + i` is member `i` of group `g`; places beyond the members of a group have no expert."""
     token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    known = expert < experts
+    place = tl.arange(0, BLOCK)
+    members = experts // GROUPS
+    expert = place // MEMBERS * members + place % MEMBERS
+    known = (place % MEMBERS < members) & (place // MEMBERS < GROUPS)
     wait_for_previous(PDL)
     values = tl.load(logits + token * experts + expert, mask=known, other=float("-inf"))
     if SIGMOID:
@@ -311,19 +357,42 @@ def route_kernel(
     if BIASED:
         chosen_by += tl.load(bias + expert, mask=known, other=0.0)
     chosen_by = tl.where(known, chosen_by, float("-inf"))
+    if GROUPS > 1:
+        chosen_by = within_best_groups(chosen_by, members, GROUPS, TOP_GROUPS, BLOCK, MEMBERS)
     total = 0.0
     for i in tl.static_range(TOP):
         best = tl.argmax(chosen_by, 0)
-        weight = tl.sum(tl.where(expert == best, scores, 0.0), 0)
+        weight = tl.sum(tl.where(place == best, scores, 0.0), 0)
         total += weight
-        tl.store(ids + token * TOP + i, best.to(tl.int32))
+        tl.store(ids + token * TOP + i, (best // MEMBERS * members + best % MEMBERS).to(tl.int32))
         tl.store(weights + token * TOP + i, weight * scale)
-        chosen_by = tl.where(expert == best, float("-inf"), chosen_by)
+        chosen_by = tl.where(place == best, float("-inf"), chosen_by)
     if NORMALISED:
         tl.debug_barrier()
         for i in tl.static_range(TOP):
             weight = tl.load(weights + token * TOP + i)
             tl.store(weights + token * TOP + i, weight / (total + 1e-20))
+
+
+@triton.jit
+def within_best_groups(
+    scores, members, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK: tl.constexpr, MEMBERS: tl.constexpr
+):
+    """Scores outside the best groups become minus infinity. Two experts represent a group."""
+    by_group = tl.reshape(scores, [BLOCK // MEMBERS, MEMBERS])
+    member, group = tl.arange(0, MEMBERS), tl.arange(0, BLOCK // MEMBERS)
+    first = tl.argmax(by_group, 1)
+    group_score = tl.max(by_group, 1)
+    second = tl.max(tl.where(member[None, :] == first[:, None], float("-inf"), by_group), 1)
+    if members > 1:
+        group_score += second
+    group_score = tl.where(group < GROUPS, group_score, float("-inf"))
+    kept = tl.zeros([BLOCK // MEMBERS], tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.argmax(group_score, 0)
+        kept = tl.where(group == best, 1, kept)
+        group_score = tl.where(group == best, float("-inf"), group_score)
+    return tl.reshape(tl.where(kept[:, None] == 1, by_group, float("-inf")), [BLOCK])
 
 
 @triton.jit(do_not_specialize=["pairs", "most"])
@@ -418,13 +487,18 @@ def groups_kernel(
     x,
     weight,
     scale,
+    bias,
     placed,
     group_experts,
     group_sizes,
     rows,
+    alpha,
+    limit,
     COLUMNS: tl.constexpr,
     TOP: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     GATED: tl.constexpr,
     BULK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -485,8 +559,12 @@ def groups_kernel(
         acc *= tl.load(scale + weight_row + row, mask=owned, other=0.0)[:, None]
         if GATED:
             other *= tl.load(scale + weight_row + rows + row, mask=owned, other=0.0)[:, None]
+    if BIASED:
+        acc += tl.load(bias + weight_row + row, mask=owned, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            other += tl.load(bias + weight_row + rows + row, mask=owned, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * other
+        acc = gated(acc, other, alpha, limit, CLAMPED)
     result = acc.to(out.dtype.element_ty)
     target = in_order if GATED else pair
     if BULK:  # through shared memory, for long writes
@@ -514,12 +592,17 @@ def pair_gate_up_kernel(
     x,
     weight,
     scale,
+    bias,
     out,
     ids,
     rows,
+    alpha,
+    limit,
     COLUMNS: tl.constexpr,
     TOP: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     PDL: tl.constexpr,
@@ -546,7 +629,10 @@ def pair_gate_up_kernel(
     if SCALED:
         gate *= tl.load(scale + first_row + row, mask=owned, other=0.0)
         up *= tl.load(scale + first_row + rows + row, mask=owned, other=0.0)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    if BIASED:
+        gate += tl.load(bias + first_row + row, mask=owned, other=0.0).to(tl.float32)
+        up += tl.load(bias + first_row + rows + row, mask=owned, other=0.0).to(tl.float32)
+    result = gated(gate, up, alpha, limit, CLAMPED)
     tl.store(out + pair * rows + row, result.to(out.dtype.element_ty), mask=owned)
 
 
@@ -555,6 +641,7 @@ def pair_down_kernel(
     x,
     weight,
     scale,
+    bias,
     out,
     ids,
     weights,
@@ -563,6 +650,7 @@ def pair_down_kernel(
     TOP: tl.constexpr,
     PADDED: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     PDL: tl.constexpr,
@@ -585,6 +673,8 @@ def pair_down_kernel(
     result = tl.sum(sums, 1)
     if SCALED:
         result *= tl.load(scale + expert_row, mask=owned, other=0.0)
+    if BIASED:
+        result += tl.load(bias + expert_row, mask=owned, other=0.0).to(tl.float32)
     # Rounded as the product of a single expert would be.
     result = result.to(out.dtype.element_ty).to(tl.float32)
     result *= tl.load(weights + pair, mask=owned, other=0.0)
