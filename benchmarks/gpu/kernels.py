@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, Heads, Matrix
+from headgate.layers.backend import KV, Heads, Matrix, Softmax
 from headgate.layers.batch import Batch
 from headgate.layers.formats import Floating
 from headgate.layers.torch_backend import TorchBackend
@@ -250,7 +250,7 @@ def paged(
 
 def reference(q: torch.Tensor, kv: KV, batch: Batch, heads: Heads) -> torch.Tensor:
     plain = KV(*(cache.transpose(1, 2).contiguous() for cache in kv))
-    return TorchBackend(CUDA, BF16, heads).attention(q, plain, batch, heads.size**-0.5, None)
+    return TorchBackend(CUDA, BF16, heads).attention(q, plain, batch, Softmax(scale=heads.size**-0.5))
 
 
 def bench_decode(results: list[dict[str, Any]]) -> None:
@@ -292,7 +292,7 @@ def bench_one_decode(
     splits = row["splits"]
 
     def run(kv: KV) -> torch.Tensor:
-        return decode(q, kv, batch, heads.size**-0.5, None, heads, scratch, splits=splits, program=program)
+        return decode(q, kv, batch, Softmax(scale=heads.size**-0.5), heads, scratch, splits=splits, program=program)
 
     try:
         out = run(kvs[0])

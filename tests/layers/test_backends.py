@@ -106,11 +106,21 @@ def test_the_norm_adds_into_the_residual(backend):
     assert torch.equal(residual, total)
 
 
+def test_the_norm_of_rows_that_are_not_adjacent_leaves_them_unchanged(backend):
+    whole, weight = random(backend, 5, 100), random(backend, 40)
+    x, before = whole[:, 30:70], whole.clone()
+    wide = x.float()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight
+    close(backend.rms_norm(x, weight, 0.5), expected, backend)
+    assert torch.equal(whole, before)
+
+
 def test_an_empty_batch_is_supported(backend):
     x, matrix = random(backend, 0, 40), packed(backend, random(backend, 32, 40))
     assert backend.linear(x, matrix, None).shape == (0, 32)
     assert backend.logits(x, matrix).shape == (0, 32)
     assert backend.add_rms_norm(x, x.clone(), random(backend, 40), 0.5).shape == (0, 40)
+    assert backend.rms_norm(x, random(backend, 40), 0.5).shape == (0, 40)
 
 
 def one_slice(length, blocks):
@@ -140,6 +150,18 @@ def test_what_is_written_to_the_cache_can_be_read_block_by_block(backend):
     read = backend.read_blocks(kv, torch.tensor([3, 1]))
     assert torch.equal(read.k.flatten(0, 1)[:20], k)
     assert torch.equal(read.v.flatten(0, 1)[:20], v)
+
+
+@pytest.mark.parametrize("rotated", [0, 6, 8])
+def test_dimensions_beyond_the_tables_are_not_rotated(backend, rotated):
+    batch, kv = one_slice(20, [3, 1]), backend.allocate_kv(5, BLOCK_SIZE)
+    qkv = random(backend, 20, 8 * 16)
+    q, k, _ = (part.clone() for part in qkv.view(20, 8, 16).split([4, 2, 2], dim=1))
+    half_turn = Rotary(cos=-torch.ones(20, rotated), sin=torch.zeros(20, rotated))
+    turned = backend.rope_and_write(qkv, batch, half_turn, kv).view(20, 4, 16)
+    assert torch.equal(turned, torch.cat([-q[..., :rotated], q[..., rotated:]], -1))
+    written = backend.read_blocks(kv, torch.tensor([3, 1])).k.flatten(0, 1)[:20]
+    assert torch.equal(written, torch.cat([-k[..., :rotated], k[..., rotated:]], -1))
 
 
 def test_blocks_move_between_backends(backend):

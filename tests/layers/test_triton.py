@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from headgate.device.sampling.draw import Knobs, draw, stream_keys
-from headgate.layers.backend import KV, NO_FP8, Fp8, Heads, Rotary
+from headgate.layers.backend import KV, NO_FP8, Fp8, Heads, Rotary, Softmax
 from headgate.layers.batch import Batch
 from headgate.layers.formats import floating
 from headgate.layers.rotary import Rope
@@ -64,7 +64,7 @@ def assert_close(found, expected, dtype):
 class Case:
     """Slices of (queries, context) over a scattered cache, for both backends."""
 
-    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True, fp8=NO_FP8):
+    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True, fp8=NO_FP8, rotated=1.0):
         self.heads, self.dtype = heads, dtype
         self.plain, self.fast = TorchBackend(device, dtype, heads), triton_backend(device, dtype, heads, fp8)
         blocks = [-(-context // block_size) for _, context in slices]
@@ -90,7 +90,7 @@ class Case:
         self.plain_kv, self.fast_kv = (b.allocate_kv(shape[0], block_size) for b in (self.plain, self.fast))
         self.plain.write_blocks(self.plain_kv, self.every, content)
         self.fast.write_blocks(self.fast_kv, self.every, content)
-        cos, sin = (table.to(device) for table in Rope(10000.0).tables(heads.size, POSITIONS))
+        cos, sin = (table.to(device) for table in Rope(10000.0, fraction=rotated).tables(heads.size, POSITIONS))
         norms = [torch.randn(heads.size, device=device).to(dtype) for _ in range(2)] if normed else [None, None]
         self.rotary = Rotary(cos, sin, *norms, 1e-6)
         self.qkv = torch.randn(len(places), (heads.query + 2 * heads.kv) * heads.size, device=device).to(dtype)
@@ -103,18 +103,18 @@ class Case:
         for one, other in zip(*read, strict=True):
             assert_close(other, one, self.dtype)
 
-    def check_attention(self, window=None, splits=None):
+    def check_attention(self, window=None, splits=None, **softmax):
         from headgate.layers.triton.attention import decode
 
         q = torch.randn(len(self.qkv), self.heads.query, self.heads.size, device=self.qkv.device).to(self.dtype)
-        scale = self.heads.size**-0.5
-        expected = self.plain.attention(q, self.plain_kv, self.batch, scale, window)
+        rule = Softmax(scale=self.heads.size**-0.5, window=window, **softmax)
+        expected = self.plain.attention(q, self.plain_kv, self.batch, rule)
         for _ in range(2):  # twice, because the second run sees what the first left behind
             if splits is None:
-                found = self.fast.attention(q, self.fast_kv, self.batch, scale, window)
+                found = self.fast.attention(q, self.fast_kv, self.batch, rule)
             else:
                 scratch = self.fast.scratch
-                found = decode(q, self.fast_kv, self.batch, scale, window, self.heads, scratch, splits=splits)
+                found = decode(q, self.fast_kv, self.batch, rule, self.heads, scratch, splits=splits)
             assert_close(found, expected, self.dtype)
 
 
@@ -126,6 +126,14 @@ def test_queries_and_keys_are_normed_and_rotated_and_kv_is_written(device, dtype
     for dtype in dtypes:
         for normed in (True, False):
             Case(device, dtype, heads, [(3, 3), (1, 40), (5, 37)], normed=normed).check_rope()
+
+
+@pytest.mark.parametrize("rotated", [0.0, 0.5, 0.75])
+def test_a_part_of_each_head_is_rotated(device, dtypes, rotated):
+    for dtype in dtypes:
+        for heads in SHAPES[1], SHAPES[3]:
+            for normed in (True, False):
+                Case(device, dtype, heads, [(3, 3), (1, 40)], normed=normed, rotated=rotated).check_rope()
 
 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
@@ -211,7 +219,7 @@ def test_an_empty_context_is_padding_and_gives_zeros(device):
     case = Case(device, torch.float32, Heads(4, 2, 64), [(1, 20), (1, 30)])
     case.batch.context_lens[1] = 0
     q = torch.randn(2, 4, 64, device=device)
-    found = case.fast.attention(q, case.fast_kv, case.batch, 0.1, None)
+    found = case.fast.attention(q, case.fast_kv, case.batch, Softmax(scale=0.1))
     assert not found[1].any() and found[0].all()
 
 
@@ -241,6 +249,8 @@ def test_norms_and_gates_are_those_of_the_reference(device, dtypes, columns):
         expected = plain.add_rms_norm(x, sums[0], weight, 1e-6)
         assert_close(fast.add_rms_norm(x, sums[1], weight, 1e-6), expected, dtype)
         assert torch.equal(*sums)
+        part = gate_up[:, columns // 2 : columns // 2 + columns]  # rows that are not adjacent
+        assert_close(fast.rms_norm(part, weight, 1e-6), plain.rms_norm(part, weight, 1e-6), dtype)
 
         from headgate.layers.triton.elementwise import silu_mul
 

@@ -109,8 +109,8 @@ REFUSED = [
     ),
     ({"architectures": None, "model_type": "gpt2"}, "architecture gpt2 is not supported"),
     (
-        {"rope_parameters": {"rope_type": "longrope"}},
-        "rope type 'longrope' is not supported; default, linear, llama3, yarn are",
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        "rope type 'dynamic' is not supported; default, linear, llama3, yarn, longrope are",
     ),
     (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headgate.testing.tiny import tiny_model
+from tests.models.families import write_model
 from tests.models.pages import BACKENDS, Pages, chunked, load, prompt
 from tests.models.reference import reference_greedy, reference_logits
 
@@ -85,13 +86,31 @@ CASES = {
     "qwen3_moe dense layers": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [2]}),
     "qwen3_moe sparse step": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
     "qwen3_moe bfloat16 file": ("qwen3_moe", {"dtype": "bfloat16"}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5 biases, untied": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "smollm3": ("smollm3", {}),
+    "smollm3 window, layers as listed": (
+        "smollm3",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 6, "attention_bias": True},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2 biases": ("olmo2", {"attention_bias": True}),
+    "granite": ("granite", {}),
+    "granite biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "glm4": ("glm4", {}),
+    "glm4 no biases": ("glm4", {"attention_bias": False}),
+    "phi3": ("phi3", {}),
+    "phi3 window, whole heads": (
+        "phi3",
+        {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def folder(request, tmp_path_factory):
     architecture, options = CASES[request.param]
-    return tiny_model(tmp_path_factory.mktemp("model"), architecture, tokenizer=False, **options)
+    return write_model(tmp_path_factory.mktemp("model"), architecture, tokenizer=False, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headgate.testing.tiny import tiny_model
+from tests.models.families import write_model
 from tests.models.pages import BACKENDS, BLOCK_SIZE, Pages, chunked, load, prompt
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "windowed", "qwen2_moe"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "windowed", "qwen2_moe", "olmo2", "glm4"])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     if request.param == "windowed":
-        return tiny_model(path, "mistral", dtype="bfloat16", sliding_window=20, tokenizer=False)
-    return tiny_model(path, request.param, dtype="bfloat16", tokenizer=False)
+        return write_model(path, "mistral", dtype="bfloat16", sliding_window=20, tokenizer=False)
+    return write_model(path, request.param, dtype="bfloat16", tokenizer=False)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -9,6 +9,7 @@ from headgate.errors import RequestError
 from headgate.layers.ranks import ALONE, share
 from headgate.models import build_model, read_spec
 from headgate.testing.tiny import tiny_model
+from tests.models.families import write_model
 from tests.models.pages import Pages, load, prompt
 from tests.parallel.threads import BACKENDS, run_ranks
 
@@ -21,6 +22,11 @@ KINDS = {
     "qwen3, tied, odd vocabulary": ("qwen3", {"vocab_size": 263}),
     "qwen2_moe": ("qwen2_moe", {}),
     "mixtral": ("mixtral", {}),
+    "ernie4_5 with biases": ("ernie4_5", {"use_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "glm4": ("glm4", {}),
+    "phi3": ("phi3", {}),
 }
 
 
@@ -38,7 +44,7 @@ def logits_of(folder, backend: str, ranks=ALONE) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_logits_of_one_and_both_the_same(tmp_path, kind, backend):
     architecture, overrides = KINDS[kind]
-    folder = tiny_model(tmp_path / "model", architecture, tokenizer=False, **overrides)
+    folder = write_model(tmp_path / "model", architecture, tokenizer=False, **overrides)
     alone = logits_of(folder, backend)
     first, second = run_ranks(tmp_path, 2, lambda ranks: logits_of(folder, backend, ranks))
     assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor), (first, second)

@@ -137,6 +137,6 @@ def test_25_experts_of_another_shape_are_refused(folder, tensors):
 
 
 def test_a_tensor_of_a_dense_model_is_itself():
-    assert [piece.name for piece in pieces_of("a.weight", (4, 4), {"a.weight"})] == ["a.weight"]
-    assert [piece.name for piece in pieces_of("odd", (0, 4, 4), {"a.weight"})] == ["odd"]
+    assert [piece.name for piece in pieces_of("a.weight", (4, 4), {"a.weight": (4, 4)})] == ["a.weight"]
+    assert [piece.name for piece in pieces_of("odd", (0, 4, 4), {"a.weight": (4, 4)})] == ["odd"]
     assert "model.layers.0.mlp.gate_up_proj" in stacked_names(["model.layers.0.mlp.gate_proj.weight"])

@@ -111,7 +111,7 @@ def build_rank_zero(
         ),
         wires=wires,
         followers=parallelism.followers,
-        blocks=block_memory(runner.kv, model.backend, fingerprint(weight_files(path))),
+        blocks=block_memory(runner.kv, model.backend, kv_name(path, model.spec)),
         version=loaded.version,
         spec=spec,
         device=str(parallelism.device),
@@ -159,7 +159,7 @@ def load_model(
     progress: bool = False,
 ) -> Loaded:
     model = build_model(
-        spec,
+        spec.within(config.max_context),
         device=parallelism.device,
         dtype=spec.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         backend=config.backend,
@@ -219,12 +219,17 @@ def refuse_oversized(spec: ModelSpec, path: Path, free: int) -> None:
             f"{spec.hidden}, intermediate_size {spec.intermediate}, num_attention_heads {spec.heads}, "
             f"head_dim {spec.head_dim}, vocab_size {spec.vocab}), and its weights have room for at most {held}"
         )
-    tables = ROTARY_TABLES * 4 * spec.head_dim * spec.max_positions
+    tables = ROTARY_TABLES * 4 * sum(rope.dimensions(spec.head_dim) for rope in spec.ropes) * spec.max_positions
     if tables > free and spec.max_positions > USUAL_POSITIONS:
         raise OutOfMemory(
             f"max_position_embeddings is {spec.max_positions}: its rotary tables need {tables / GIB:.2f} GiB, and "
             f"{free / GIB:.2f} GiB are free"
         )
+
+
+def kv_name(path: Path, spec: ModelSpec) -> str:
+    """Name what the numbers in a KV block depend on: the checkpoint, and how its positions are encoded."""
+    return fingerprint(weight_files(path)) + (", long angles" if spec.has_long_angles else "")
 
 
 def weight_files(path: Path) -> list[Path]:

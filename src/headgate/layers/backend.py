@@ -65,11 +65,19 @@ class KV(NamedTuple):
 class Rotary:
     """The rotation of queries and keys: the tables, and the norms that some models apply before it."""
 
-    cos: torch.Tensor  # [positions, head size] float32; see `Rope.tables`
+    cos: torch.Tensor  # [positions, rotated dimensions] float32; see `Rope.tables`
     sin: torch.Tensor
     q_norm: torch.Tensor | None = None  # [head size]
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softmax:
+    """How the scores of a query become the weights of the keys that it sees."""
+
+    scale: float  # multiplies the product of query and key
+    window: int | None = None  # a query sees this many tokens, the last of which is its own; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +185,9 @@ class Backend(Protocol):
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Add `x` into `residual`, in place, and return the norm of the sum."""
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return the norm of each row of `x`. Rows are contiguous; they need not be adjacent."""
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
         """Allocate the cache of one layer."""
 
@@ -190,10 +201,10 @@ class Backend(Protocol):
         """Write blocks given in the common layout, as returned by `read_blocks` of any engine and backend."""
 
     def rope_and_write(self, qkv: torch.Tensor, batch: Batch, rotary: Rotary, kv: KV) -> torch.Tensor:
-        """Norm and rotate queries and keys, write keys and values to the cache; return queries `[T, heads, size]`."""
+        """Norm and rotate queries and keys, write keys and values to the cache; return queries `[T, heads, size]`.
 
-    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        """Let each token attend to its sequence up to itself, or to the last `window` tokens of that.
-
-        Returns `[T, heads * size]`.
+        If the tables have fewer columns than a head, the rest of a head is not rotated.
         """
+
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, softmax: Softmax) -> torch.Tensor:
+        """Let each token attend to its sequence up to itself; returns `[T, heads * size]`."""

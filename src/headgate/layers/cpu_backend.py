@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
+from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing, Softmax
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
 from headgate.layers.cpu.kernels import LANES, kv_block_shapes
@@ -102,6 +102,9 @@ class CpuBackend:
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self.kernels.add_rms_norm(x, residual, weight, eps)
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.kernels.rms_norm(x, weight, eps)
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
         return KV(*self.kernels.empty_kv(num_blocks, block_size, self.heads.kv, self.heads.size, self.dtype))
 
@@ -135,9 +138,16 @@ class CpuBackend:
             self.heads.size,
         )
 
-    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, softmax: Softmax) -> torch.Tensor:
         out = self.kernels.attention(
-            q, kv.k, kv.v, batch.query_starts, batch.context_lens, batch.block_tables, scale, window or 0
+            q,
+            kv.k,
+            kv.v,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables,
+            softmax.scale,
+            softmax.window or 0,
         )
         return out.view(len(q), -1)
 

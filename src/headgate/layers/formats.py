@@ -41,7 +41,7 @@ class Weight:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def rows(self, which: slice) -> Weight:
+    def rows(self, which: slice | torch.Tensor) -> Weight:
         return Weight(self.numbers[which], self.format, None if self.scale is None else self.scale[which])
 
     def columns(self, which: slice) -> Weight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,6 +33,11 @@ def tensor_parameter(tensor: torch.Tensor) -> WeightParameter:
 def copied_to(tensor: torch.Tensor) -> Callable[[Weight], object]:
     """Return a function that copies a floating-point weight to `tensor`."""
     return lambda weight: tensor.copy_(floating_numbers(weight))
+
+
+def rearranged(parameter: WeightParameter, order: torch.Tensor) -> WeightParameter:
+    """Return the same parameter for a checkpoint tensor whose rows are to be written in another order."""
+    return replace(parameter, write=lambda weight: parameter.write(weight.rows(order.to(weight.numbers.device))))
 
 
 def under(prefix: str, layer: Layer) -> Iterator[tuple[str, WeightParameter]]:

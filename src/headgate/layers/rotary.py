@@ -3,6 +3,9 @@
 A model states a base (`theta`) and possibly a way to scale the angles to a longer context. The tables are computed
 once, in float32 as in `transformers`. The angles of distant positions are thereby rounded, and models were trained
 with that rounding.
+
+Backends rotate dimension `i` together with the dimension half of the rotated part later. A checkpoint that rotates
+neighbours (`interleaved`) is rearranged when it is loaded: `halves` is the order of its rows within a head.
 """
 
 from __future__ import annotations
@@ -72,18 +75,61 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongScaling:
+    """Each period is multiplied by a factor of its own, which depends on the length of the served context.
+
+    `transformers` chooses between the factors anew for every sequence, by its current length. Keys that are cached
+    would then be invalid once a sequence grows, so here the choice is made once, for the longest context.
+    """
+
+    short: tuple[float, ...]  # if no position is beyond the original context
+    long: tuple[float, ...]
+    original_positions: int
+    magnitude: float
+
+    def is_long(self, positions: int) -> bool:
+        return positions > self.original_positions
+
+    def factors(self, positions: int) -> torch.Tensor:
+        return torch.tensor(self.long if self.is_long(positions) else self.short, dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
+    fraction: float = 1.0  # the part of a head that is rotated, from its first dimension on
+    interleaved: bool = False  # the checkpoint rotates dimensions 0 and 1 together, 2 and 3, ...
 
-    def frequencies(self, head_dim: int) -> torch.Tensor:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        frequencies = 1.0 / (self.theta**exponents)
-        return self.scaling.stretch(frequencies, self.theta) if self.scaling else frequencies
+    def dimensions(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.fraction)
+
+    def frequencies(self, head_dim: int, positions: int) -> torch.Tensor:
+        """Return a frequency per pair of dimensions, for contexts of up to `positions` tokens."""
+        rotated = self.dimensions(head_dim)
+        periods = self.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+        match self.scaling:
+            case None:
+                return 1.0 / periods
+            case LongScaling() as scaling:
+                return 1.0 / (scaling.factors(positions) * periods)
+            case scaling:
+                return scaling.stretch(1.0 / periods, self.theta)
+
+    def halves(self, head_dim: int) -> torch.Tensor:
+        """Return the order of a head's dimensions in which both members of a pair are half the rotated part apart."""
+        rotated = self.dimensions(head_dim)
+        order = torch.arange(head_dim)
+        return torch.cat((order[:rotated:2], order[1:rotated:2], order[rotated:]))
 
     def tables(self, head_dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines, `[positions, head_dim]`; both halves of a head have the same angles."""
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.frequencies(head_dim))
+        """Return cosines and sines, `[positions, rotated dimensions]`; both halves have the same angles."""
+        frequencies = self.frequencies(head_dim, positions)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
         angles = torch.cat((angles, angles), dim=-1)
         magnitude = self.scaling.magnitude if self.scaling else 1.0
         return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+NO_ROPE = Rope(1.0, fraction=0.0)  # the position of a token has no effect on its queries and keys

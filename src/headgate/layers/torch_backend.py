@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing
+from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing, Softmax
 from headgate.layers.batch import Batch
 from headgate.layers.experts import clamped, compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
@@ -87,7 +87,10 @@ class TorchBackend:
         return clamped(self.linear(x, matrix, bias), gate)
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(residual.add_(x), weight, eps)
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
         shape = (num_blocks, block_size, self.heads.kv, self.heads.size)
@@ -107,21 +110,18 @@ class TorchBackend:
         heads = self.heads
         q, k, v = torch.split(qkv.view(len(qkv), -1, heads.size), [heads.query, heads.kv, heads.kv], dim=1)
         if rotary.q_norm is not None and rotary.k_norm is not None:
-            q, k = self.norm_heads(q, rotary.q_norm, rotary.eps), self.norm_heads(k, rotary.k_norm, rotary.eps)
+            q, k = self.rms_norm(q, rotary.q_norm, rotary.eps), self.rms_norm(k, rotary.k_norm, rotary.eps)
         cos, sin = (table[batch.positions, None].to(qkv.dtype) for table in (rotary.cos, rotary.sin))
         kv.k.flatten(0, 1)[batch.slots] = rotate(k, cos, sin)
         kv.v.flatten(0, 1)[batch.slots] = v
         return rotate(q, cos, sin)
 
-    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps)
-
-    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, softmax: Softmax) -> torch.Tensor:
         out = torch.empty_like(q)
         for span in self.spans(batch):
             k, v = gather(kv, span.blocks, span.end)
-            mask = visible(span, window, q.device)
-            out[span.rows] = attend(q[span.rows], k, v, mask, scale)
+            mask = visible(span, softmax.window, q.device)
+            out[span.rows] = attend(q[span.rows], k, v, mask, softmax)
         return out.flatten(1)
 
     def spans(self, batch: Batch) -> Iterator[Span]:
@@ -146,10 +146,7 @@ class DeterministicTorchBackend(TorchBackend):
     ) -> torch.Tensor:
         return row_by_row(lambda row: clamped(row, gate), self.linear(x, matrix, bias))
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self.norm_heads(residual.add_(x), weight, eps)
-
-    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return row_by_row(lambda row: rms_norm(row, weight, eps), x)
 
     def spans(self, batch: Batch) -> Iterator[Span]:
@@ -184,8 +181,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((x * cos + torch.cat((-second, first), dim=-1) * sin, rest), dim=-1)
 
 
 def gather(kv: KV, blocks: torch.Tensor, end: int) -> KV:
@@ -201,7 +199,7 @@ def visible(span: Span, window: int | None, device: torch.device) -> torch.Tenso
     return seen if window is None else seen & (keys > queries - window)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, softmax: Softmax) -> torch.Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax.scale, enable_gqa=True)
     return out[0].transpose(0, 1)

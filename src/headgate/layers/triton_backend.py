@@ -25,13 +25,14 @@ from headgate.layers.backend import (
     Rotary,
     Routed,
     Routing,
+    Softmax,
 )
 from headgate.layers.batch import Batch
 from headgate.layers.formats import FP8, Floating, Fp8Rows, Weight, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton import experts
 from headgate.layers.triton.attention import Scratch, decode, prefill
-from headgate.layers.triton.elementwise import add_rms_norm, silu_mul
+from headgate.layers.triton.elementwise import add_rms_norm, rms_norm, silu_mul
 from headgate.layers.triton.matmul import (
     MAX_ROWS,
     MAX_ROWS_SMALL,
@@ -152,6 +153,9 @@ class TritonBackend(TorchBackend):
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return add_rms_norm(x, residual, weight, eps)
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
         shape = (num_blocks, self.heads.kv, block_size, self.heads.size)
         return KV(*(torch.zeros(shape, dtype=self.kv_dtype, device=self.device) for _ in range(2)))
@@ -172,11 +176,11 @@ class TritonBackend(TorchBackend):
     def rope_and_write(self, qkv: torch.Tensor, batch: Batch, rotary: Rotary, kv: KV) -> torch.Tensor:
         return rope_and_write(qkv, batch.positions, batch.slots, rotary, kv, self.heads)
 
-    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, softmax: Softmax) -> torch.Tensor:
         if batch.max_query == 1:
-            return decode(q, kv, batch, scale, window, self.heads, self.scratch)
-        out = prefill(q, kv, batch, scale, window, self.heads, singles=not batch.singles)
-        return decode(q, kv, batch, scale, window, self.heads, self.scratch, among=out) if batch.singles else out
+            return decode(q, kv, batch, softmax, self.heads, self.scratch)
+        out = prefill(q, kv, batch, softmax, self.heads, singles=not batch.singles)
+        return decode(q, kv, batch, softmax, self.heads, self.scratch, among=out) if batch.singles else out
 
 
 class DeterministicTritonBackend(TritonBackend):
@@ -210,8 +214,8 @@ class DeterministicTritonBackend(TritonBackend):
     def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return silu_mul(self.linear(x, matrix, bias))
 
-    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        return prefill(q, kv, batch, scale, window, self.heads)
+    def attention(self, q: torch.Tensor, kv: KV, batch: Batch, softmax: Softmax) -> torch.Tensor:
+        return prefill(q, kv, batch, softmax, self.heads)
 
 
 def fits_scaled(x: torch.Tensor, matrix: Matrix) -> bool:

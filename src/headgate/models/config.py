@@ -16,10 +16,19 @@ from typing import Any
 import torch
 
 from headgate.errors import NotAModel, UnsupportedModel
-from headgate.layers.rotary import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from headgate.models.spec import AttentionSpec, Dense, Experts, LayerSpec, ModelSpec, refuse_less_than_one
+from headgate.layers.rotary import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from headgate.models.spec import (
+    PRE_NORMS,
+    AttentionSpec,
+    Dense,
+    Experts,
+    LayerSpec,
+    ModelSpec,
+    NormNames,
+    refuse_less_than_one,
+)
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Several times the largest values of any published model. A larger number is a mistake or an attack, and is refused
@@ -85,6 +94,10 @@ class Config:
         names = self.get("architectures", list, [])
         return str(names[0] if names else self.text("model_type", "unnamed"))
 
+    def otherwise(self, **defaults: Any) -> Config:
+        """Return the config with an architecture's own defaults for keys that are absent."""
+        return Config(self.name, defaults | self.values)
+
     def _required(self, key: str, value: Any) -> Any:
         if value is None:
             raise UnsupportedModel(f"{self.name} lacks {key}")
@@ -109,8 +122,8 @@ def read_json(path: Path) -> Config:
     return Config(path.name, values)
 
 
-def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    """Return the spec of the whole model; `layers` come from the architecture's own module."""
+def decoder_spec(config: Config, layers: tuple[LayerSpec, ...], rope: Rope | None = None) -> ModelSpec:
+    """Return the spec of the whole model; `layers` come from the architecture's own module, and `rope` may."""
     refuse_quantised(config)
     refuse_activation(config)
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
@@ -124,7 +137,7 @@ def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
         vocab=config.whole("vocab_size"),
         max_positions=config.whole("max_position_embeddings"),
         rms_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope(config),
+        rope=read_rope(config) if rope is None else rope,
         dtype=checkpoint_dtype(config),
         tied=config.flag("tie_word_embeddings"),
         eos_ids=eos_ids(config),
@@ -133,11 +146,13 @@ def decoder_spec(config: Config, layers: tuple[LayerSpec, ...]) -> ModelSpec:
     return spec
 
 
-def same_layers(config: Config, attention: AttentionSpec, *, mlp_bias: bool = False) -> tuple[LayerSpec, ...]:
+def same_layers(
+    config: Config, attention: AttentionSpec, *, mlp_bias: bool = False, norms: NormNames = PRE_NORMS
+) -> tuple[LayerSpec, ...]:
     """Return identical layers, as many as the config states."""
     count = config.whole("num_hidden_layers")
     refuse_less_than_one("layers", count)
-    return (LayerSpec(attention, Dense(config.whole("intermediate_size"), mlp_bias)),) * count
+    return (LayerSpec(attention, Dense(config.whole("intermediate_size"), mlp_bias), norms),) * count
 
 
 def sparse_layers(config: Config, attention: AttentionSpec, experts: Experts) -> tuple[LayerSpec, ...]:
@@ -189,18 +204,32 @@ def eos_ids(config: Config) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def rope(config: Config) -> Rope:
-    """Read the rotary embedding's settings.
+def read_rope(config: Config, *, partial: bool = False, interleaved: bool = False) -> Rope:
+    """Read the rotary embedding's settings. `partial`: the architecture may rotate a part of each head.
 
     `transformers` 5 writes them to `rope_parameters`, earlier versions to `rope_theta` and `rope_scaling`.
     """
     stated = config.section("rope_parameters")
     if not stated.values:
         stated = config.section("rope_scaling")
+    if any(isinstance(value, dict) for value in stated.values.values()):
+        raise UnsupportedModel(f"{stated.name} differs from layer to layer, which is not supported")
+    fraction = stated.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if fraction != 1 and not partial:
+        raise UnsupportedModel(f"partial_rotary_factor {fraction} is not supported; the whole head must be rotated")
+    return replace(stated_rope(config, stated), fraction=fraction, interleaved=interleaved)
+
+
+def stated_rope(config: Config, stated: Config) -> Rope:
+    """Return the base and scaling that a section of the config states."""
     kind = stated.text("rope_type", stated.text("type", "default"))
-    refuse_rope(config, stated, kind)
+    if kind not in ROPE_TYPES:
+        raise UnsupportedModel(f"rope type {kind!r} is not supported; {', '.join(ROPE_TYPES)} are")
     theta = stated.number("rope_theta", config.number("rope_theta", 10_000.0))
-    original = stated.whole("original_max_position_embeddings", config.whole("max_position_embeddings"))
+    positions = config.whole("max_position_embeddings")
+    original = stated.whole(
+        "original_max_position_embeddings", config.whole("original_max_position_embeddings", positions)
+    )
     match kind:
         case "linear":
             return Rope(theta, LinearScaling(stated.number("factor")))
@@ -208,29 +237,25 @@ def rope(config: Config) -> Rope:
             return Rope(theta, llama3_scaling(stated, original))
         case "yarn":
             return Rope(theta, yarn_scaling(stated, original))
+        case "longrope":
+            return Rope(theta, long_scaling(stated, original, positions))
     return Rope(theta)
-
-
-def refuse_rope(config: Config, stated: Config, kind: str) -> None:
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"rope type {kind!r} is not supported; {', '.join(ROPE_TYPES)} are")
-    if any(isinstance(value, dict) for value in stated.values.values()):
-        raise UnsupportedModel(f"{stated.name} differs from layer to layer, which is not supported")
-    fraction = stated.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    if fraction != 1:
-        raise UnsupportedModel(f"partial_rotary_factor {fraction} is not supported; the whole head must be rotated")
 
 
 def refuse_angles(config: Config, spec: ModelSpec) -> None:
     """Refuse a base and a scaling that are valid one by one but together give invalid angles."""
-    try:
-        usable = bool(spec.rope.frequencies(spec.head_dim).isfinite().all())
-    except (ArithmeticError, ValueError):
-        usable = False
-    if not usable:
-        raise UnsupportedModel(
-            f"{config.name}: rope_theta or rope_scaling gives angles that are not numbers: {spec.rope}"
-        )
+    for rope in spec.ropes:
+        pairs = rope.dimensions(spec.head_dim) // 2
+        if isinstance(rope.scaling, LongScaling) and not len(rope.scaling.short) == len(rope.scaling.long) == pairs:
+            raise UnsupportedModel(f"{config.name}: short_factor and long_factor must be {pairs} numbers each")
+        try:
+            usable = all(rope.frequencies(spec.head_dim, end).isfinite().all() for end in (1, spec.max_positions))
+        except (ArithmeticError, ValueError):
+            usable = False
+        if not usable:
+            raise UnsupportedModel(
+                f"{config.name}: rope_theta or rope_scaling gives angles that are not numbers: {rope}"
+            )
 
 
 def llama3_scaling(stated: Config, original: int) -> Llama3Scaling:
@@ -248,6 +273,22 @@ def yarn_scaling(stated: Config, original: int) -> YarnScaling:
         beta_slow=stated.number("beta_slow", 1.0),
         whole_dimensions=stated.flag("truncate", True),
     )
+
+
+def long_scaling(stated: Config, original: int, positions: int) -> LongScaling:
+    short, long = (tuple(map(float, factor_list(stated, key))) for key in ("short_factor", "long_factor"))
+    factor = stated.number("factor", positions / max(original, 1))
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return LongScaling(short, long, original, stated.number("attention_factor", default))
+
+
+def factor_list(stated: Config, key: str) -> list[float]:
+    factors = stated.get(key, list)
+    if factors is None:
+        raise UnsupportedModel(f"{stated.name} lacks {key}")
+    if len(factors) > LARGEST["head_dim"] or not all(type(each) in (int, float) and each > 0 for each in factors):
+        raise UnsupportedModel(f"{stated.name}: {key} is {factors!r:.60}, which are not positive numbers")
+    return list(factors)
 
 
 def yarn_magnitude(stated: Config, factor: float) -> float:
@@ -274,7 +315,7 @@ def qwen_windows(config: Config) -> tuple[int | None, ...]:
     return tuple(layer_window(kind, window) for kind in types)
 
 
-def layer_window(kind: str, window: int) -> int | None:
+def layer_window(kind: str, window: int | None) -> int | None:
     if kind not in ("full_attention", "sliding_attention"):
         raise UnsupportedModel(f"layer type {kind!r} is not supported; full_attention and sliding_attention are")
     return window if kind == "sliding_attention" else None

@@ -1,8 +1,8 @@
-"""The decoder shared by Llama, Mistral, Qwen2 and Qwen3, and parts that other networks may use.
+"""The decoder shared by all families that a `ModelSpec` describes, and parts that other networks may use.
 
 Hidden states are `[tokens, hidden]`, with the tokens of all slices one after another. The residual stream is one
-tensor per step that every norm adds into. A layer is eight operations of the backend. The forward pass reads nothing
-from the device, so that it can be captured in a graph.
+tensor per step that every norm adds into. A layer is eight operations of the backend, if it has no norms of its own
+results. The forward pass reads nothing from the device, so that it can be captured in a graph.
 
 With several ranks, each has some heads and a part of the MLP; their results are summed twice per layer.
 """
@@ -10,16 +10,18 @@ With several ranks, each has some heads and a part of the MLP; their results are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from typing import Protocol
 
 import torch
 
-from headgate.layers.backend import KV, Backend, Rotary
+from headgate.layers.backend import KV, Backend, Rotary, Softmax
 from headgate.layers.batch import Batch
 from headgate.layers.linear import Embedding, Linear, SummedLinear, Unembedding
 from headgate.layers.norm import Norm
-from headgate.layers.parameter import Layer, WeightParameter, tensor_parameter, under
-from headgate.layers.ranks import ALONE, Ranks
+from headgate.layers.parameter import Layer, WeightParameter, rearranged, tensor_parameter, under
+from headgate.layers.ranks import ALONE, Ranks, share
+from headgate.layers.rotary import Rope
 from headgate.models.mixture import Mixture
 from headgate.models.mlp import MLP
 from headgate.models.spec import AttentionSpec, Dense, Experts, LayerSpec, ModelSpec
@@ -33,8 +35,11 @@ class Attention:
     ) -> None:
         self.backend = backend
         self.rotary = rotary_of(spec, attention, backend, tables)
-        self.window = attention.window
-        self.scale = spec.head_dim**-0.5
+        self.softmax = Softmax(
+            scale=spec.head_dim**-0.5 if attention.scale is None else attention.scale, window=attention.window
+        )
+        self.order = row_order(attention.rope or spec.rope, spec.head_dim)
+        self.whole_norm = WholeNorm(spec, backend, ranks) if attention.whole_qk_norm else None
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv = Linear(
             backend,
@@ -47,15 +52,49 @@ class Attention:
         self.out = SummedLinear(backend, inputs, "o_proj", bias=attention.out_bias, ranks=ranks)
 
     def __call__(self, hidden: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
-        q = self.backend.rope_and_write(self.qkv(hidden), batch, self.rotary, kv)
-        return self.out(self.backend.attention(q, kv, batch, self.scale, self.window))
+        qkv = self.qkv(hidden)
+        if self.whole_norm is not None:
+            qkv = self.whole_norm(qkv)
+        q = self.backend.rope_and_write(qkv, batch, self.rotary, kv)
+        return self.out(self.backend.attention(q, kv, batch, self.softmax))
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        yield from self.qkv.parameters()
+        for name, parameter in self.qkv.parameters():
+            yield name, parameter if name.startswith("v_proj") else self._ordered(parameter)
         yield from self.out.parameters()
         if self.rotary.q_norm is not None and self.rotary.k_norm is not None:
-            yield "q_norm.weight", tensor_parameter(self.rotary.q_norm)
-            yield "k_norm.weight", tensor_parameter(self.rotary.k_norm)
+            yield "q_norm.weight", self._ordered(tensor_parameter(self.rotary.q_norm))
+            yield "k_norm.weight", self._ordered(tensor_parameter(self.rotary.k_norm))
+        if self.whole_norm is not None:
+            for name, parameter in self.whole_norm.parameters():
+                yield name, self._ordered(parameter)
+
+    def _ordered(self, parameter: WeightParameter) -> WeightParameter:
+        """A parameter with a row per dimension of some heads, in the order in which backends rotate dimensions."""
+        if self.order is None:
+            return parameter
+        heads = torch.arange(0, parameter.shape[0], len(self.order))
+        return rearranged(parameter, (heads[:, None] + self.order).flatten())
+
+
+class WholeNorm:
+    """Norms the queries of all heads together, and the keys. A rank has some heads and needs those of the others."""
+
+    def __init__(self, spec: ModelSpec, backend: Backend, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.q = Norm(backend, spec.heads * spec.head_dim, spec.rms_eps)
+        self.k = Norm(backend, spec.kv_heads * spec.head_dim, spec.rms_eps)
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        mine = [share(self.ranks, len(norm.weight)) for norm in (self.q, self.k)]
+        sizes = [part.stop - part.start for part in mine]
+        q, k, v = torch.split(qkv, [*sizes, sizes[1]], dim=-1)
+        q, k = (norm.alone(self.ranks.gather(x)) for norm, x in ((self.q, q), (self.k, k)))
+        return torch.cat((q[:, mine[0]], k[:, mine[1]], v), dim=-1)
+
+    def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
+        yield from under("q_norm", self.q)
+        yield from under("k_norm", self.k)
 
 
 def mlp_of(hidden: int, mlp: Dense | Experts, backend: Backend, ranks: Ranks) -> tuple[str, MLP | Mixture]:
@@ -69,20 +108,34 @@ def mlp_of(hidden: int, mlp: Dense | Experts, backend: Backend, ranks: Ranks) ->
 
 class DecoderLayer:
     def __init__(self, spec: ModelSpec, layer: LayerSpec, backend: Backend, tables: Tables, ranks: Ranks) -> None:
-        self.input_norm = Norm(backend, spec.hidden, spec.rms_eps)
+        self.norms = {name: Norm(backend, spec.hidden, spec.rms_eps) for name in astuple(layer.norms) if name}
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            self.norms.get(name) for name in astuple(layer.norms)
+        )
+        self.multiplier = spec.residual_multiplier
         self.attention = Attention(spec, layer.attention, backend, tables, ranks)
-        self.attention_norm = Norm(backend, spec.hidden, spec.rms_eps)
         self.mlp_name, self.mlp = mlp_of(spec.hidden, layer.mlp, backend, ranks)
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor, batch: Batch, kv: KV) -> torch.Tensor:
-        hidden = self.attention(self.input_norm(hidden, residual), batch, kv)
-        return self.mlp(self.attention_norm(hidden, residual))
+        hidden = self.attention(added(hidden, residual, self.before_attention), batch, kv)
+        hidden = added(self._result(hidden, self.after_attention), residual, self.before_mlp)
+        return self._result(self.mlp(hidden), self.after_mlp)
+
+    def _result(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """What attention or MLP adds to the residual stream."""
+        hidden = hidden if norm is None else norm.alone(hidden)
+        return hidden if self.multiplier == 1 else hidden.mul_(self.multiplier)
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        yield from under("input_layernorm", self.input_norm)
         yield from under("self_attn", self.attention)
-        yield from under("post_attention_layernorm", self.attention_norm)
         yield from under(self.mlp_name, self.mlp)
+        for name, norm in self.norms.items():
+            yield from under(name, norm)
+
+
+def added(hidden: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    """Add `hidden` into `residual`, in place; return the sum, normed if there is a norm."""
+    return residual.add_(hidden) if norm is None else norm(hidden, residual)
 
 
 class NetworkLayer(Layer, Protocol):
@@ -101,15 +154,19 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.backend = backend
+        # Rounded to the dtype, as in training.
+        self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=backend.dtype).item()
         self.unembedding = Unembedding(backend, spec.vocab, spec.hidden, ranks)
         self.embedding = self.unembedding if spec.tied else Embedding(backend, spec.vocab, spec.hidden, ranks)
-        cos, sin = (table.to(backend.device) for table in spec.rope.tables(spec.head_dim, spec.max_positions))
-        self.layers = [build_layer(spec, layer, backend, (cos, sin), ranks) for layer in spec.layers]
+        tables = {rope: tables_of(rope, spec, backend) for rope in spec.ropes}
+        self.layers = [build_layer(spec, layer, backend, tables[spec.rope_of(layer)], ranks) for layer in spec.layers]
         self.norm = Norm(backend, spec.hidden, spec.rms_eps)
 
     def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
         """Return the hidden states of all tokens, normed and ready for `logits`."""
         hidden = self.embedding.embed(batch.tokens)
+        if self.multiplier != 1:
+            hidden = hidden.mul_(self.multiplier)
         residual = torch.zeros_like(hidden)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             hidden = layer(hidden, residual, batch, layer_kv)
@@ -117,7 +174,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden` in float32, `[rows, vocab]`."""
-        return self.unembedding(hidden)
+        logits = self.unembedding(hidden)
+        return logits if self.spec.logits_divisor == 1 else logits.div_(self.spec.logits_divisor)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
         """Allocate the cache of each layer, in the backend's layout."""
@@ -133,6 +191,16 @@ class Decoder:
         yield from under("model.norm", self.norm)
         if not self.spec.tied:
             yield from under("lm_head", self.unembedding)
+
+
+def tables_of(rope: Rope, spec: ModelSpec, backend: Backend) -> Tables:
+    cos, sin = (table.to(backend.device) for table in rope.tables(spec.head_dim, spec.max_positions))
+    return cos, sin
+
+
+def row_order(rope: Rope, head_dim: int) -> torch.Tensor | None:
+    """The order in which the rows of a head are stored; None: that of the checkpoint."""
+    return rope.halves(head_dim) if rope.interleaved else None
 
 
 def rotary_of(spec: ModelSpec, attention: AttentionSpec, backend: Backend, tables: Tables) -> Rotary:

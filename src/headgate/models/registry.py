@@ -14,14 +14,20 @@ from headgate.layers.choice import choose_backend
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.config import Config, eos_ids, read_config, read_json
 from headgate.models.decoder import Decoder
+from headgate.models.ernie4_5 import ernie4_5
+from headgate.models.glm4 import glm4
+from headgate.models.granite import granite
 from headgate.models.llama import llama
 from headgate.models.mistral import mistral
 from headgate.models.mixtral import mixtral
 from headgate.models.network import Network
+from headgate.models.olmo2 import olmo2
+from headgate.models.phi3 import phi3
 from headgate.models.qwen2 import qwen2
 from headgate.models.qwen2_moe import qwen2_moe
 from headgate.models.qwen3 import qwen3
 from headgate.models.qwen3_moe import qwen3_moe
+from headgate.models.smollm3 import smollm3
 from headgate.models.spec import ModelSpec
 
 
@@ -34,13 +40,19 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    "Ernie4_5ForCausalLM": Architecture(ernie4_5, Decoder),
+    "Glm4ForCausalLM": Architecture(glm4, Decoder),
+    "GraniteForCausalLM": Architecture(granite, Decoder),
     "LlamaForCausalLM": Architecture(llama, Decoder),
     "MistralForCausalLM": Architecture(mistral, Decoder),
     "MixtralForCausalLM": Architecture(mixtral, Decoder),
+    "Olmo2ForCausalLM": Architecture(olmo2, Decoder),
+    "Phi3ForCausalLM": Architecture(phi3, Decoder),
     "Qwen2ForCausalLM": Architecture(qwen2, Decoder),
     "Qwen2MoeForCausalLM": Architecture(qwen2_moe, Decoder),
     "Qwen3ForCausalLM": Architecture(qwen3, Decoder),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe, Decoder),
+    "SmolLM3ForCausalLM": Architecture(smollm3, Decoder),
 }
 
 

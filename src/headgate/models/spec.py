@@ -6,13 +6,13 @@ because the KV cache is a single pool of equal blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from headgate.errors import UnsupportedModel
 from headgate.layers.backend import Routing
-from headgate.layers.rotary import Rope
+from headgate.layers.rotary import LongScaling, Rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,9 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False  # one norm for the queries of all heads together, and one for the keys
+    scale: float | None = None  # of the scores; None: the inverse square root of the head size
+    rope: Rope | None = None  # None: that of the model
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -91,10 +94,24 @@ class Experts:
         return (3 * (self.count * self.intermediate + self.shared) + self.count) * hidden
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormNames:
+    """What a checkpoint calls the norms of a layer. None: there is no norm in this place."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+PRE_NORMS = NormNames()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     attention: AttentionSpec
     mlp: Dense | Experts
+    norms: NormNames = PRE_NORMS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +131,9 @@ class ModelSpec:
     dtype: torch.dtype  # dtype of the checkpoint
     tied: bool = False  # the output matrix is the embedding
     eos_ids: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         refuse_less_than_one("layers", len(self.layers))
@@ -126,6 +146,31 @@ class ModelSpec:
             raise UnsupportedModel(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise UnsupportedModel(f"head size {self.head_dim} is odd, and rotary embedding needs pairs")
+        for rope in self.ropes:
+            if not 0 <= (rotated := rope.dimensions(self.head_dim)) <= self.head_dim or rotated % 2:
+                raise UnsupportedModel(
+                    f"rotary embedding needs pairs and cannot rotate {rotated} dimensions of heads of {self.head_dim}"
+                )
+        if not self.logits_divisor:
+            raise UnsupportedModel("logits cannot be divided by zero")
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(self.rope_of(layer) for layer in self.layers))
+
+    def rope_of(self, layer: LayerSpec) -> Rope:
+        return layer.attention.rope or self.rope
+
+    @property
+    def has_long_angles(self) -> bool:
+        """Whether angles are those for contexts beyond the original one; KV differs between the two."""
+        scalings = (rope.scaling for rope in self.ropes)
+        return any(isinstance(each, LongScaling) and each.is_long(self.max_positions) for each in scalings)
+
+    def within(self, max_context: int | None) -> ModelSpec:
+        """The spec of the same model for contexts of at most `max_context` tokens."""
+        return self if max_context is None else replace(self, max_positions=min(max_context, self.max_positions))
 
     @property
     def intermediate(self) -> int:

@@ -85,7 +85,8 @@ def load_weights(
             if isinstance(source, AbstractContextManager):
                 opened.enter_context(source)
             parameters, stored = dict(model.parameters()), source.metadata()
-            pieces = {name: pieces_of(name, info.shape, parameters) for name, info in stored.items()}
+            shapes = {name: parameter.shape for name, parameter in parameters.items()}
+            pieces = {name: pieces_of(name, info.shape, shapes) for name, info in stored.items()}
             found = contents(stored, pieces)
             if getattr(source, "partial", False):  # the other parameters keep their values
                 parameters = {name: parameter for name, parameter in parameters.items() if name in found}

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headgate.layers.backend import KV, Heads
+from headgate.layers.backend import KV, Heads, Softmax
 from headgate.layers.batch import Batch
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
@@ -113,8 +113,7 @@ def decode(
     q: torch.Tensor,
     kv: KV,
     batch: Batch,
-    scale: float,
-    window: int | None,
+    softmax: Softmax,
     heads: Heads,
     scratch: Scratch,
     *,
@@ -151,13 +150,13 @@ def decode(
         scratch.partial,
         scratch.stats,
         scratch.counters,
-        scale * LOG2E,
-        window or 0,
+        softmax.scale * LOG2E,
+        softmax.window or 0,
         q.stride(0),
         batch.block_tables.stride(0),
         ORDERED=batch.order is not None,
         AMONG=among is not None,
-        WINDOWED=window is not None,
+        WINDOWED=softmax.window is not None,
         SPLITS=splits,
         KV_HEADS=heads.kv,
         GROUP=group,
@@ -177,8 +176,7 @@ def prefill(
     q: torch.Tensor,
     kv: KV,
     batch: Batch,
-    scale: float,
-    window: int | None,
+    softmax: Softmax,
     heads: Heads,
     *,
     singles: bool = True,
@@ -207,11 +205,11 @@ def prefill(
         batch.context_lens,
         out,
         slices,
-        scale * LOG2E,
-        window or 0,
+        softmax.scale * LOG2E,
+        softmax.window or 0,
         q.stride(0),
         batch.block_tables.stride(0),
-        WINDOWED=window is not None,
+        WINDOWED=softmax.window is not None,
         SINGLES=singles,
         KV_HEADS=heads.kv,
         GROUP=group,

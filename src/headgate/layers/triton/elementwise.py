@@ -13,19 +13,30 @@ GATE_BLOCK = 1024
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` into `residual`, in place, and return the norm of the sum. Both are contiguous, `[rows, columns]`."""
-    out = torch.empty_like(x)
+    return launch_norm(x, residual, weight, eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the norm of each row of `x`, `[rows, columns]` with contiguous columns."""
+    return launch_norm(x, None, weight, eps)
+
+
+def launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows, columns = x.shape
+    out = x.new_empty(rows, columns)
     if rows:
         block = triton.next_power_of_2(columns)
         launch(
-            add_rms_norm_kernel,
+            rms_norm_kernel,
             (rows,),
             x,
-            residual,
+            x if residual is None else residual,
             weight,
             out,
             columns,
+            x.stride(0),
             eps,
+            ADDED=residual is not None,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
             **overlap(x),
@@ -44,18 +55,21 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def add_rms_norm_kernel(x, residual, weight, out, columns, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    column = tl.arange(0, BLOCK)
+def rms_norm_kernel(
+    x, residual, weight, out, columns, stride, eps, ADDED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < columns
-    at = tl.program_id(0).to(tl.int64) * columns + column
+    at = row * columns + column
     scales = tl.load(weight + column, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    # The norm is computed from the rounded value that the residual stream holds.
-    held = total.to(residual.dtype.element_ty)
-    tl.store(residual + at, held, mask=inside)
-    wide = held.to(tl.float32)
+    wide = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        wide += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        # The norm is computed from the rounded value that the residual stream holds.
+        held = wide.to(residual.dtype.element_ty)
+        tl.store(residual + at, held, mask=inside)
+        wide = held.to(tl.float32)
     wide *= 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / columns + eps)
     scaled = wide.to(out.dtype.element_ty).to(tl.float32) * scales
     tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)

@@ -38,6 +38,7 @@ def rope_and_write(
             kv.v,
             rotary.eps,
             NORMED=rotary.q_norm is not None,
+            ROTATED=rotary.cos.shape[1],
             BLOCK_SIZE=kv.k.shape[2],
             KV_HEADS=heads.kv,
             GROUP=group,
@@ -63,6 +64,7 @@ def rope_and_write_kernel(
     v_cache,
     eps,
     NORMED: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -75,26 +77,32 @@ def rope_and_write_kernel(
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HALF)[None, :]
     inside = column < SIZE // 2
     position, slot = tl.load(positions + token).to(tl.int64), tl.load(slots + token).to(tl.int64)
-    c = tl.load(cos + position * SIZE + column, mask=inside, other=0.0)
-    s = tl.load(sin + position * SIZE + column, mask=inside, other=0.0)
+    # The dimensions that one column of the tile handles: a pair that is rotated, or two that are not.
+    is_rotated = column < ROTATED // 2
+    one, other = column, column + SIZE // 2
+    if ROTATED < SIZE:
+        one = tl.where(is_rotated, column, column + ROTATED // 2)
+        other = tl.where(is_rotated, column + ROTATED // 2, column + SIZE // 2)
+    c = tl.load(cos + position * ROTATED + column, mask=is_rotated, other=1.0)
+    s = tl.load(sin + position * ROTATED + column, mask=is_rotated, other=0.0)
     in_token = qkv + token * ((GROUP + 2) * KV_HEADS * SIZE)
     wait_for_previous(PDL)
 
-    query_at = in_token + (head * GROUP + row) * SIZE + column
+    query_at = in_token + (head * GROUP + row) * SIZE
     is_query = inside & (row < GROUP)
-    first, second = load_normed(query_at, q_norm, column, is_query, eps, NORMED, SIZE)
-    tl.store(query_at, (first * c - second * s).to(qkv.dtype.element_ty), mask=is_query)
-    tl.store(query_at + SIZE // 2, (second * c + first * s).to(qkv.dtype.element_ty), mask=is_query)
+    first, second = load_normed(query_at, q_norm, one, other, is_query, inside, eps, NORMED, SIZE)
+    tl.store(query_at + one, (first * c - second * s).to(qkv.dtype.element_ty), mask=is_query)
+    tl.store(query_at + other, (second * c + first * s).to(qkv.dtype.element_ty), mask=is_query)
 
     if slot < 0:
         return
     cached = (((slot // BLOCK_SIZE) * KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * SIZE
-    key_at = in_token + (KV_HEADS * GROUP + head) * SIZE + column
-    first, second = load_normed(key_at, k_norm, column, inside, eps, NORMED, SIZE)
+    key_at = in_token + (KV_HEADS * GROUP + head) * SIZE
+    first, second = load_normed(key_at, k_norm, one, other, inside, inside, eps, NORMED, SIZE)
     turned = (first * c - second * s).to(qkv.dtype.element_ty)
-    tl.store(k_cache + cached + column, to_stored(turned, k_cache), mask=inside)
+    tl.store(k_cache + cached + one, to_stored(turned, k_cache), mask=inside)
     turned = (second * c + first * s).to(qkv.dtype.element_ty)
-    tl.store(k_cache + cached + SIZE // 2 + column, to_stored(turned, k_cache), mask=inside)
+    tl.store(k_cache + cached + other, to_stored(turned, k_cache), mask=inside)
 
     column = tl.arange(0, 2 * HALF)
     value = tl.load(in_token + (KV_HEADS * (GROUP + 1) + head) * SIZE + column, mask=column < SIZE, other=0.0)
@@ -102,16 +110,15 @@ def rope_and_write_kernel(
 
 
 @triton.jit
-def load_normed(at, weights, column, inside, eps, NORMED: tl.constexpr, SIZE: tl.constexpr):
-    """Load the two halves of some heads, normed if the model does so."""
+def load_normed(at, weights, one, other, inside, known, eps, NORMED: tl.constexpr, SIZE: tl.constexpr):
+    """Load the dimensions `one` and `other` of some heads, which are all of them, normed if the model does so."""
     dtype: tl.constexpr = at.dtype.element_ty
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + SIZE // 2, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(at + one, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + eps)
-        known = column < SIZE // 2
-        weight_first = tl.load(weights + column, mask=known, other=0.0)
-        weight_second = tl.load(weights + SIZE // 2 + column, mask=known, other=0.0)
+        weight_first = tl.load(weights + one, mask=known, other=0.0)
+        weight_second = tl.load(weights + other, mask=known, other=0.0)
         first = (first * scale[:, None]).to(dtype).to(tl.float32) * weight_first
         second = (second * scale[:, None]).to(dtype).to(tl.float32) * weight_second
     return first, second
