@@ -17,10 +17,12 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headgate.config import RouteConfig
 from headgate.contract import ids
 from headgate.contract.errors import MethodNotAllowed
-from headgate.contract.keys import Caller, Keys, is_loopback
+from headgate.contract.keys import Keys, is_loopback
 from headgate.contract.operations.table import RELAYED
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
@@ -63,6 +65,14 @@ RETURNING = ("starting", "stopping", "down", "outdated")  # states that workers 
 AWAITED = (*RETURNING, "ready")  # states of workers that are worth waiting for
 
 Key = tuple[str, str, int]  # tenant, id, and the number of a retry that attaches to the running request; otherwise 0
+
+
+class HeadFacts(msgspec.Struct, frozen=True, gc=False):
+    """The facts that the router needs from a request head; kept with the head, because clients repeat heads."""
+
+    tenant: str
+    request_id: str | None  # given by the client
+    session: str | None
 
 
 class Router:
@@ -111,22 +121,23 @@ class Router:
             assert self.bridge is not None
             return self.bridge(client, request)
         try:
-            caller = head.memo.get(Caller)
-            if caller is None:
-                caller = head.memo[Caller] = self._caller(head)
-            return self._relay(client, request, path, caller.tenant)
+            facts = head.memo.get(HeadFacts)
+            if facts is None:
+                facts = head.memo[HeadFacts] = self._read_head(head)
+            return self._relay(client, request, facts)
         except RequestError as error:
             client.write(error_answer(error, [(ids.HEADER, self._id_of_refused(head).encode())]))
             client.finished()
             return None
 
-    def _caller(self, head: Head) -> Caller:
-        """Return the caller of a request, after the same checks as in the control plane's gate, in the same order."""
-        ids.given(head.headers)
+    def _read_head(self, head: Head) -> HeadFacts:
+        """Read a request head, after the same checks as in the control plane's gate, in the same order."""
+        given_id = ids.given(head.headers)
         caller = self.keys.caller(head.path, head.headers)
         if head.method != "POST":
             raise MethodNotAllowed(f"{head.path} takes POST, not {head.method}", "POST")
-        return caller
+        sessions = (head.first.get(name, b"").decode("latin-1") for name in SESSION_HEADERS)
+        return HeadFacts(caller.tenant, given_id, next(filter(None, sessions), None))
 
     def _id_of_refused(self, head: Head) -> str:
         """Return the id of a request that is refused."""
@@ -135,29 +146,27 @@ class Router:
         except RequestError:
             return self._ids.draw()
 
-    def _relay(self, client: Downstream, request: HttpRequest, path: str, tenant: str) -> Answering:
+    def _relay(self, client: Downstream, request: HttpRequest, head: HeadFacts) -> Answering:
         if self.draining:
             raise Unavailable("the router is shutting down", code="shutting_down")
-        named = (request.header(name) for name in SESSION_HEADERS)
-        session_id = next((session.decode("latin-1") for session in named if session), None)
-        info = read_request_info(path, request.body, session=session_id, tenant=tenant, peek=self._peek)
+        tenant, path, body = head.tenant, request.path, request.body
+        info = read_request_info(path, body, session=head.session, tenant=tenant, peek=self._peek)
         exchange = Exchange(self, client, request, info, tenant)
-        self._register(exchange)
+        self._register(exchange, info.request_id or head.request_id)
         self.retry_budget.earn()
         self.counters.requests += 1
         exchange.begin()
         return exchange
 
-    def _register(self, exchange: Exchange) -> None:
+    def _register(self, exchange: Exchange, given_id: str | None) -> None:
         """Register the request under its tenant and its id, which is generated if the client gave none."""
-        id = exchange.info.request_id or _id_header(exchange.request)
-        exchange.id = self._ids.draw() if id is None else checked_id(id)
-        key = exchange.tenant, exchange.id, 0
+        exchange.id = id = self._ids.draw() if given_id is None else checked_id(given_id)
+        key = exchange.tenant, id, 0
         if key in self.live:
             if exchange.request.header(b"idempotency-key") is None:
-                raise DuplicateId(f"a request with the id {exchange.id!r} is running", param="request_id")
+                raise DuplicateId(f"a request with the id {id!r} is running", param="request_id")
             # This is a retry by the client; the worker attaches it to the running request.
-            key = exchange.tenant, exchange.id, next(self._retries)
+            key = exchange.tenant, id, next(self._retries)
         exchange.key = key
         self.live[key] = exchange
 
@@ -408,11 +417,6 @@ class Router:
         if tenant is not None and is_headgate:
             headers.append((b"x-headgate-tenant", tenant.encode()))
         return headers
-
-
-def _id_header(request: HttpRequest) -> str | None:
-    value = request.header(ids.HEADER)
-    return None if value is None else value.decode("latin-1")
 
 
 def checked_id(id: str) -> str:
