@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -114,10 +114,14 @@ def test_both_implementations_read_answers_alike(native: FastPath, seed: int, pa
     assert native.answer(data, heads) == PYTHON.answer(data, heads)
 
 
+def journal_with(**attributes: object) -> Journal:
+    """A journal with other class attributes."""
+    return cast(Journal, type("Altered", (Journal,), attributes)())
+
+
 def piped(pipe: Any, chunks: list[bytes], *, kept: int = 100) -> tuple[Any, ...]:
     """The result of sending chunks through a pipe, one turn of the event loop after another."""
-    journal, outbox, wire = Journal(), Outbox(), FakeWire()
-    journal.KEPT_BYTES = kept
+    journal, outbox, wire = journal_with(KEPT_BYTES=kept), Outbox(), FakeWire()
     pipe = pipe(journal, outbox, wire)
     taken, written = [], []
     for number, data in enumerate(chunks):
@@ -289,8 +293,7 @@ def test_an_error_behind_a_pipe_is_raised_and_leaves_the_pipe_usable(native: Fas
         fails = True
         journal, outbox, transport = parts(KEPT_BYTES=0, **{where: fail})
         if pipe is not native.pipe:
-            journal = Journal()
-            journal.KEPT_BYTES, journal.read = 0, fail if where == "read" else journal.read
+            journal = journal_with(KEPT_BYTES=0, **({"read": fail} if where == "read" else {}))
         made = pipe(journal, outbox, transport)
         with pytest.raises(ZeroDivisionError):
             made.take(CHUNKS[0])

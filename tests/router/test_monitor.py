@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from headgate.router.data_path.fast_path import PYTHON
+from headgate.router.data_path.upstream import Upstream
 from headgate.router.exchange.attempt import Attempt
 from headgate.router.fleet.fleet import LoadShare
 from headgate.router.fleet.worker import Worker
@@ -96,7 +97,7 @@ def test_the_last_byte_of_a_worker_is_recorded_also_while_its_client_does_not_re
     worker = object()
     exchange: Any = SimpleNamespace(full=True, request=None)
     taken = cast(LoadShare, SimpleNamespace(worker=worker, pending=0))
-    exchange.attempt = attempt = Attempt(exchange, taken, PYTHON.read_whole)
+    exchange.attempt = attempt = Attempt(exchange, taken, PYTHON.read_whole, cast(Upstream, None), 0.0, None)
     router: Any = SimpleNamespace(live={"a": exchange}, loop=SimpleNamespace(time=lambda: 60.0))
     attempt.status, attempt.heard = 200, True
     Router._check_silence(router, exchange, 1.0)

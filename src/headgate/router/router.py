@@ -102,7 +102,7 @@ class Router:
         self.holding = False  # the fleet is paused or being paused: requests that a worker ends are not retried
         self.queueing = False  # new requests wait until the pause ends
         self._emptied = asyncio.Event()  # set while draining, when no request is in flight
-        self._chooser = WorkerChooser(config, self.fleet, self.index, self.counters, self.random)
+        self.choose = WorkerChooser(config, self.fleet, self.index, self.counters, self.random).choose
         self._ids = ids.Ids()
         self._retries = count(1)
         self._changed = asyncio.Event()
@@ -116,8 +116,8 @@ class Router:
     # -- requests in ------------------------------------------------------------------
 
     def handle(self, client: Downstream, request: HttpRequest) -> Answering | None:
-        head, path = request.head, request.path
-        if path not in RELAYED:
+        head = request.head
+        if head.path not in RELAYED:
             assert self.bridge is not None
             return self.bridge(client, request)
         try:
@@ -146,13 +146,13 @@ class Router:
         except RequestError:
             return self._ids.draw()
 
-    def _relay(self, client: Downstream, request: HttpRequest, head: HeadFacts) -> Answering:
+    def _relay(self, client: Downstream, request: HttpRequest, facts: HeadFacts) -> Answering:
         if self.draining:
             raise Unavailable("the router is shutting down", code="shutting_down")
-        tenant, path, body = head.tenant, request.path, request.body
-        info = read_request_info(path, body, session=head.session, tenant=tenant, peek=self._peek)
+        path, body, tenant = request.head.path, request.body, facts.tenant
+        info = read_request_info(path, body, session=facts.session, tenant=tenant, peek=self._peek)
         exchange = Exchange(self, client, request, info, tenant)
-        self._register(exchange, info.request_id or head.request_id)
+        self._register(exchange, info.request_id or facts.request_id)
         self.retry_budget.earn()
         self.counters.requests += 1
         exchange.begin()
@@ -275,10 +275,6 @@ class Router:
         # request that waited through a pause: the worker has been resumed, and a probe is about to show it.
         awaited = (*AWAITED, "paused") if retry_state.was_lost or exchange.kept else AWAITED
         return any(worker.state in awaited for worker in self.fleet)
-
-    def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
-        """Return a placement on a ready worker; None if there is none. `retry_state` has the earlier attempts."""
-        return self._chooser.choose(exchange, retry_state)
 
     def no_worker(self) -> RequestError:
         states = Counter(worker.state for worker in self.fleet)

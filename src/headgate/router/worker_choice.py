@@ -48,7 +48,8 @@ class WorkerChooser:
         }
         self._keyed: TenantStore[Worker] = TenantStore(MAX_KEYS)  # Idempotency-Key -> worker
 
-    def choose(self, exchange: Exchange, retry_state: RetryState | None) -> Placement | None:
+    def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
+        """Return a placement on a ready worker; None if there is none. `retry_state` has the earlier attempts."""
         info, resuming = exchange.info, bool(exchange.moves and exchange.journal.choices)
         role: WantedRole = "decode" if self._fleet.disaggregated else "mixed"
         if retry_state is None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
+import msgspec
 
 from headgate.contract.errors import error_body, error_headers
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
@@ -56,14 +57,17 @@ class Head:
         self.memo: dict[object, Any] = {}
 
 
-class HttpRequest:
-    __slots__ = ("body", "head", "header", "path")
+class HttpRequest(msgspec.Struct, frozen=True, eq=False):  # created per request; cheaper than a dataclass
+    head: Head
+    body: bytes
 
-    def __init__(self, head: Head, body: bytes) -> None:
-        self.head = head
-        self.path = head.path
-        self.body = body
-        self.header = head.first.get  # looks up a header by its lower-case name
+    @property
+    def path(self) -> str:
+        return self.head.path
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the first header of that name, which is in lower case."""
+        return self.head.first.get(name)
 
 
 Handler = Callable[["Downstream", HttpRequest], Answering | None]

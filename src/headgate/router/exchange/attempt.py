@@ -134,61 +134,36 @@ class AnswerForm(Enum):
 WHOLE = AnswerForm.WHOLE  # looking up a global costs a tenth of looking up an Enum member
 
 
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a class with `__init__`
     """Reads one worker's response and calls `attempt_over` of its exchange exactly once."""
 
-    __slots__ = (
-        "_before",
-        "_body",
-        "_exchange",
-        "_floor",
-        "_form",
-        "_headers",
-        "_last",
-        "_load",
-        "_pipe",
-        "_read_whole",
-        "_size",
-        "_tail",
-        "_taken",
-        "_vetted",
-        "_whole",
-        "_withheld",
-        "given_up",
-        "heard",
-        "journalled",
-        "last_s",
-        "outcome",
-        "status",
-        "upstream",
-        "worker",
-    )
+    _exchange: Recipient
+    _taken: LoadShare
+    _read_whole: ReadWhole
+    upstream: Upstream
+    last_s: float  # when the request was sent, or when a sweep last noticed data
+    _floor: int | None  # the oldest weight version in the fleet when the request was sent
+    heard: bool = False  # data has arrived since the last sweep; reading a clock per chunk would be too slow
+    status: int = 0  # 0 until the response head arrives
+    journalled: bool = False
+    given_up: bool = False  # the router has abandoned the attempt
+    outcome: Outcome | None = None
+    _headers: Headers = []
+    _load: Headers = []  # the worker's load report, if the client has requested one
+    _form: AnswerForm = WHOLE
+    _tail: bytes = b""  # an incomplete event
+    _last: bytes = b""  # the events passed on last
+    _before: bytes = b""  # the events before `_last`, of a stream without a journal
+    _withheld: list[bytes] = []
+    _vetted: bool = False  # the weight version of the first tokens was checked, or the answer is a stored one
+    _pipe: EventPipe | None = None
+    _body: list[bytes] = []
+    _size: int = 0
+    _whole: Answered | None = None  # an answer that was received in one piece
 
-    def __init__(self, exchange: Recipient, taken: LoadShare, read_whole: ReadWhole) -> None:
-        self._exchange = exchange
-        self._read_whole = read_whole
-        self._taken = taken
-        self._headers: Headers = []
-        self._load: Headers = []  # the worker's load report, if the client has requested one
-        self._form = WHOLE
-        self._tail = b""  # an incomplete event
-        self._last = b""  # the events passed on last
-        self._before = b""  # the events before `_last`, of a stream without a journal
-        self._withheld: list[bytes] = []
-        self._vetted = False  # the weight version of the first tokens was checked, or the answer is a stored one
-        self._floor: int | None = None  # the oldest weight version in the fleet when the request was sent
-        self._pipe: EventPipe | None = None
-        self._body: list[bytes] = []
-        self._size = 0
-        self._whole: Answered | None = None  # an answer that was received in one piece
-        self.status = 0  # 0 until the response head arrives
-        self.journalled = False
-        self.given_up = False  # the router has abandoned the attempt
-        self.worker = taken.worker
-        self.upstream: Upstream | None = None
-        self.outcome: Outcome | None = None
-        self.heard = False  # data has arrived since the last sweep; reading a clock per chunk would be too slow
-        self.last_s = 0.0  # when the request was sent, or when a sweep last noticed data
+    @property
+    def worker(self) -> Worker:
+        return self._taken.worker
 
     # -- Reader ---------------------------------------------------------------------
 
@@ -268,11 +243,10 @@ class Attempt:
 
     def _use_pipe(self, may_use: bool) -> None:
         """Let events go straight to the client, without passing through this object, or stop doing so."""
-        exchange, upstream = self._exchange, self.upstream
         if self._pipe is None and may_use:
-            self._pipe = exchange.pipe()
-        if upstream is not None and upstream.answers(self):
-            upstream.pipe = self._pipe if may_use else None
+            self._pipe = self._exchange.pipe()
+        if self.upstream.answers(self):
+            self.upstream.pipe = self._pipe if may_use else None
 
     def _whole_events(self, data: bytes) -> bytes:
         data = self._tail + data
@@ -364,8 +338,7 @@ class Attempt:
     @property
     def is_stale(self) -> bool:
         """Whether the worker may have closed a reused connection before the request arrived. It is then repeated."""
-        kept = self.upstream is not None and self.upstream.reused
-        return kept and isinstance(self.outcome, Lost) and not (self.status or self.given_up)
+        return self.upstream.reused and isinstance(self.outcome, Lost) and not (self.status or self.given_up)
 
     def fail(self, why: str) -> None:
         """Abandon the attempt. Its connection is closed, which makes the worker stop."""
@@ -375,13 +348,8 @@ class Attempt:
 
     def leave(self) -> None:
         # The connection may already serve another request.
-        if self.upstream is not None and self.upstream.answers(self):
+        if self.upstream.answers(self):
             self.upstream.drop()
-
-    def start(self, upstream: Upstream, request: bytes, now_s: float, floor: int | None) -> None:
-        """Send the request. `floor` is the lowest weight version that may answer."""
-        self.upstream, self.last_s, self._floor = upstream, now_s, floor
-        upstream.send(request, self)
 
 
 _READ: Final[Mapping[AnswerForm, Callable[[Attempt, bytes], None]]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from headgate.contract.errors import error_body
 from headgate.contract.event_json import escaped
 from headgate.errors import RequestError
@@ -19,15 +21,11 @@ WHOLE = (
 )
 
 
-class ClientAnswer:
-    __slots__ = ("_begun", "_client", "chunked", "id")
-
-    def __init__(self, client: Downstream, id: str, version: str) -> None:
-        """Prepare the answer to request `id`; `version` is the client's HTTP version."""
-        self._client = client
-        self._begun = False  # the head of a stream was sent
-        self.chunked = version == "1.1"
-        self.id = id  # the request's id
+class ClientAnswer(msgspec.Struct, eq=False):  # created per request; cheaper than a class with `__init__`
+    _client: Downstream
+    id: str  # the request's id
+    chunked: bool  # a stream is sent in chunks, which HTTP/1.0 lacks
+    _begun: bool = False  # the head of a stream was sent
 
     def begin_stream(self, worker: Worker | None, headers: Headers = STREAM_HEADERS) -> None:
         if self._begun:

@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
+from typing import ClassVar
 
 import msgspec
 
@@ -37,16 +38,16 @@ class ChoiceProgress:
             self.versions.append([version, len(new)])
 
 
-class Journal:
-    KEPT_BYTES = 16 * 2**10  # most bytes stored unparsed; when there are more, they are parsed and discarded
+class Journal(msgspec.Struct, eq=False):  # created per request; cheaper than a class with `__init__`
+    KEPT_BYTES: ClassVar = (
+        16 * 2**10
+    )  # most bytes stored unparsed; when there are more, they are parsed and discarded
 
-    _size = 0
-    _unreadable = False
-    _prompt = 0
-
-    def __init__(self) -> None:
-        self.raw: list[bytes] = []  # events that are not parsed yet
-        self._choices: dict[int, ChoiceProgress] = {}
+    raw: list[bytes] = []  # events that are not parsed yet
+    _choices: dict[int, ChoiceProgress] = {}
+    _size: int = 0  # of `raw`, in bytes
+    _unreadable: bool = False
+    _prompt: int = 0
 
     def feed(self, events: bytes) -> None:
         """Add events, which must be whole, as the worker sent them."""

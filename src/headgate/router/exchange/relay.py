@@ -220,7 +220,7 @@ class Exchange:
         """Start the exchange; the request is sent at once if no step has to wait."""
         if self.info.deadline_ms is not None and (left_s := self.left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
-        self.answer = ClientAnswer(self.client, self.id, self.request.head.version)
+        self.answer = ClientAnswer(self.client, self.id, self.request.head.version == "1.1")
         try:
             self._begin()
         except Exception:
@@ -236,12 +236,12 @@ class Exchange:
             return self._act(Action.PLACE)
         if placement.prefill is not None:
             return self._on(Event.SPLIT)
-        upstream = router.fleet.pool(placement.worker).take()
-        if upstream is None:
+        self._upstream = router.fleet.pool(placement.worker).take()
+        if self._upstream is None:
             return self._on(Event.PLACED)
         # A shortcut for three transitions of the table; nearly every request starts this way.
         self.state = ASKING
-        return self._send_over(upstream, placement)
+        return self._send()
 
     def client_left(self) -> None:
         self.router.client_left(self)
@@ -249,7 +249,7 @@ class Exchange:
 
     def client_full(self, full: bool) -> None:
         self.full, self.slow = full, True
-        if self.attempt is not None and self.attempt.upstream is not None and self.attempt.outcome is None:
+        if self.attempt is not None and self.attempt.outcome is None:
             (self.attempt.upstream.hold if full else self.attempt.upstream.release)()
 
     def hold(self, mode: PauseMode) -> None:
@@ -528,15 +528,13 @@ class Exchange:
         return self._placement
 
     def _send(self) -> None:
+        router, placement = self.router, self._placed_at
+        request = self._request_for(placement.worker)
         upstream, self._upstream = self._upstream, None
         assert upstream is not None
-        self._send_over(upstream, self._placed_at)
-
-    def _send_over(self, upstream: Upstream, placement: Placement) -> None:
-        router = self.router
-        self.attempt = attempt = Attempt(self, placement, router.read_whole)
-        request = self._request_for(placement.worker)
-        attempt.start(upstream, request, router.loop.time(), router.fleet.floor_version)
+        now_s, floor = router.loop.time(), router.fleet.floor_version
+        self.attempt = attempt = Attempt(self, placement, router.read_whole, upstream, now_s, floor)
+        upstream.send(request, attempt)
         if self.full:
             upstream.hold()
 
