@@ -34,6 +34,24 @@ OWN: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
     },
     "glm4": {"head_dim": 16},
+    "ernie4_5_moe": {
+        "num_hidden_layers": 3,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 48,
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
 }
 
@@ -50,7 +68,8 @@ def write_family(
     model = AutoModelForCausalLM.from_config(config)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = ((name, each) for name, each in model.named_buffers() if name.endswith("correction_bias"))
+        for name, parameter in (*model.named_parameters(), *corrections):
             parameter.copy_(filled(name, parameter, random))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     if tokenizer:

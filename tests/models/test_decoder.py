@@ -98,6 +98,24 @@ CASES = {
     "granite": ("granite", {}),
     "granite biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe untied": ("ernie4_5_moe", {"tie_word_embeddings": False}),
+    "ernie4_5_moe range": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 6,
+            "moe_layer_start_index": 2,
+            "moe_layer_end_index": 4,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "glm4_moe biases, no norms": (
+        "glm4_moe",
+        {"attention_bias": True, "use_qk_norm": False, "first_k_dense_replace": 2},
+    ),
     "glm4 no biases": ("glm4", {"attention_bias": False}),
     "phi3": ("phi3", {}),
     "phi3 window, whole heads": (

@@ -26,6 +26,8 @@ KINDS = {
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {}),
     "glm4": ("glm4", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "glm4_moe": ("glm4_moe", {}),
     "phi3": ("phi3", {}),
 }
 

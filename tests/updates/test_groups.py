@@ -13,6 +13,7 @@ import pytest
 
 from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer, live_server
+from tests.models.families import write_model
 from tests.ports import own_port
 
 GROUP = "slime-pp_0"
@@ -136,6 +137,21 @@ def test_79_buckets_between_pause_and_continue_become_visible_at_once(server: Li
         destroyed = server.post("/destroy_weights_update_group", {"group_name": GROUP})
         assert destroyed.status_code == 200
         assert server.post("/destroy_weights_update_group", {"group_name": GROUP}).status_code == 400
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe", "glm4_moe"])
+def test_79_a_mixture_of_experts_arrives_in_buckets(tmp_path: Path, family: str):
+    old, new = (write_model(tmp_path / str(seed), family, seed=seed) for seed in (0, 1))
+    with live_server(new, device="cpu", kv_blocks=64, max_running=4) as server:
+        renewed = answer(server)
+    with live_server(old, device="cpu", kv_blocks=64, max_running=4, count=2) as server:
+        before = answer(server)
+        with trainer(server, new) as sender:
+            for bucket in sender.buckets():
+                assert answer(server) == before
+                sent = sender.send(bucket)
+                assert sent.status_code == 200 and sent.json()["success"], sent.text
+            assert answer(server) == renewed != before
 
 
 @pytest.mark.parametrize("kind", ["each", "flat"])

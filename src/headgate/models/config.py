@@ -48,6 +48,9 @@ LARGEST = {
     "shared_expert_intermediate_size": 2**20,
     "num_experts": 2**14,
     "num_local_experts": 2**14,
+    "n_routed_experts": 2**14,
+    "num_nextn_predict_layers": 64,
+    "moe_num_experts": 2**14,
 }
 MOST_EOS_IDS = 1024
 

@@ -153,6 +153,7 @@ class Decoder:
         self, spec: ModelSpec, backend: Backend, ranks: Ranks = ALONE, *, build_layer: BuildLayer = DecoderLayer
     ) -> None:
         self.spec = spec
+        self.unused = spec.unused
         self.backend = backend
         # Rounded to the dtype, as in training.
         self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=backend.dtype).item()

@@ -15,7 +15,9 @@ from headgate.layers.ranks import ALONE, Ranks
 from headgate.models.config import Config, eos_ids, read_config, read_json
 from headgate.models.decoder import Decoder
 from headgate.models.ernie4_5 import ernie4_5
+from headgate.models.ernie4_5_moe import ernie4_5_moe
 from headgate.models.glm4 import glm4
+from headgate.models.glm4_moe import glm4_moe
 from headgate.models.granite import granite
 from headgate.models.llama import llama
 from headgate.models.mistral import mistral
@@ -41,7 +43,9 @@ class Architecture:
 
 ARCHITECTURES = {
     "Ernie4_5ForCausalLM": Architecture(ernie4_5, Decoder),
+    "Ernie4_5_MoeForCausalLM": Architecture(ernie4_5_moe, Decoder),
     "Glm4ForCausalLM": Architecture(glm4, Decoder),
+    "Glm4MoeForCausalLM": Architecture(glm4_moe, Decoder),
     "GraniteForCausalLM": Architecture(granite, Decoder),
     "LlamaForCausalLM": Architecture(llama, Decoder),
     "MistralForCausalLM": Architecture(mistral, Decoder),

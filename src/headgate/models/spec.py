@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from headgate.errors import UnsupportedModel
-from headgate.layers.backend import Routing
+from headgate.layers.backend import ClampedGate, Routing
 from headgate.layers.rotary import LongScaling, Rope
 
 
@@ -54,11 +54,12 @@ class ExpertNames:
     """What a checkpoint calls the parts of a mixture of experts."""
 
     layer: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
-    bias: str = "gate.e_score_correction_bias"
+    correction_bias: str = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,13 @@ class Experts:
     count: int
     intermediate: int
     routing: Routing
-    correction_bias: bool = False  # added to the scores that experts are chosen by
+    router_bias: bool = False
+    correction_bias: tuple[
+        int, ...
+    ] = ()  # shape of what is added to the scores that experts are chosen by; (): nothing
+    gate: ClampedGate | None = None  # None: `silu(gate) * up`
+    bias: bool = False
+    interleaved: bool = False  # the checkpoint stacks experts, inputs before outputs, gate and up in turn
     shared: int = 0  # width of the MLP that all tokens share; 0: there is none
     shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid of the token
     names: ExpertNames = ExpertNames()
@@ -134,6 +141,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_divisor: float = 1.0
+    unused: tuple[str, ...] = ()  # how the names of checkpoint tensors begin that only predict further tokens
 
     def __post_init__(self) -> None:
         refuse_less_than_one("layers", len(self.layers))

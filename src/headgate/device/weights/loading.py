@@ -90,7 +90,7 @@ def load_weights(
             found = contents(stored, pieces)
             if getattr(source, "partial", False):  # the other parameters keep their values
                 parameters = {name: parameter for name, parameter in parameters.items() if name in found}
-            verify(parameters, found)
+            verify(parameters, found, getattr(model, "unused", ()))
             if before_write is not None:
                 before_write()
             tensors = watched(source, len(pieces), progress)
@@ -127,9 +127,13 @@ def write(parameters: Mapping[str, WeightParameter], tensors: Iterator[tuple[str
         raise HalfWritten(str(error)) from error
 
 
-def verify(parameters: Mapping[str, WeightParameter], found: Mapping[str, TensorInfo]) -> None:
+def verify(
+    parameters: Mapping[str, WeightParameter], found: Mapping[str, TensorInfo], unused: tuple[str, ...] = ()
+) -> None:
+    """Raise BrokenCheckpoint unless `found` fits. Names that begin with one of `unused` may be there."""
     refuse_missing(parameters.keys() - found.keys())
-    refuse_unexpected(name for name in found.keys() - parameters.keys() if not harmless(name))
+    unexpected = found.keys() - parameters.keys()
+    refuse_unexpected(name for name in unexpected if not harmless(name) and not name.startswith(unused))
     for name, parameter in parameters.items():
         refuse_shape(name, parameter.shape, found[name].shape)
         refuse_dtype(name, found[name].dtype)
