@@ -118,7 +118,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, stop: Sequence[str] = ()
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Yield the answer to one prompt, piece by piece. Closing the iterator aborts the request."""
         answer = self._answer(prompt, params or SamplingParams(), stop)
         # Closed explicitly, because since Python 3.12 a closed generator may keep its inner iterator open.

@@ -30,6 +30,7 @@ from headgate.cli.route import add_route
 from headgate.cli.scale import add_scale
 from headgate.cli.serve import add_serve, read_keys
 from headgate.cli.simulate import add_simulate
+from headgate.cli.talk import add_chat, add_run
 from headgate.cli.top import add_top
 from headgate.cli.up import add_up
 from headgate.errors import CannotStart, HeadgateError, RequestError
@@ -67,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"headgate {__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_serve(_command(commands, "serve", "serve a model over HTTP with an OpenAI-compatible API"))
+    add_run(_command(commands, "run", "answer one prompt in the terminal"))
+    add_chat(_command(commands, "chat", "chat with a model in the terminal"))
     add_route(_command(commands, "route", "route requests to several servers behind one address"))
     add_up(_command(commands, "up", "start several servers and a router, locally or on a Ray cluster"))
     add_scale(_command(commands, "scale", "change the number of servers of a running fleet"))
