@@ -5,6 +5,7 @@
 The mixture is random, in bfloat16: 8 experts of 0.1 billion parameters, 2 per token (Mixtral's architecture). Every
 engine runs in a process of its own with the same number of threads and takes its turn in each round. The time of a
 step is the difference between a long and a short answer, so that prompts are not part of it; the figures are medians.
+With `--threads 1` the CPU time of the engines is measured, which other processes on a shared machine hardly affect.
 
 A step must read the weights that it uses: attention, the output matrix, and the experts that at least one of its
 tokens chose. Its floor is the time to read them at the read bandwidth of the machine, which is measured between the
@@ -40,30 +41,31 @@ READ_BYTES = 1 << 29
 BATCHES = (1, 8)
 
 
-def measure(engines: list[Engine], rounds: int, probe: Callable[[], None]) -> list[dict[str, Any]]:
+def measure(engines: list[Engine], rounds: int, threads: int, probe: Callable[[], None]) -> list[dict[str, Any]]:
+    clock, kind = (time.process_time, "cpu_seconds") if threads == 1 else (time.perf_counter, "seconds")
     taken = []
     for number in range(rounds):
         rng = random.Random(number)
         for batch in BATCHES:
             prompts = [rng.choices(range(1000), k=PROMPT) for _ in range(batch)]
             for engine in engines:
-                entry = {"batch": batch, "engine": engine.name} | measure_step(engine, prompts)
-                taken.append(entry | {"read_gb_per_s": READ_BYTES / timed(probe) / 1e9})
+                entry = {"batch": batch, "engine": engine.name} | measure_step(engine, prompts, kind)
+                taken.append(entry | {"read_gb_per_s": READ_BYTES / timed(probe, clock) / 1e9})
                 print(f"round {number}: {taken[-1]}", file=sys.stderr)
     return taken
 
 
-def measure_step(engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
+def measure_step(engine: Engine, prompts: list[list[int]], kind: str) -> dict[str, Any]:
     """Milliseconds per decoding step."""
     short, long = (engine.run(Work(prompts, count)) for count in (SHORT, LONG))
-    found = {"step_ms": 1e3 * (long["seconds"] - short["seconds"]) / (LONG - SHORT)}
+    found = {"step_ms": 1e3 * (long[kind] - short[kind]) / (LONG - SHORT)}
     return found | {key: value for key, value in long.items() if key == "experts_per_layer"}
 
 
-def timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def timed(work: Callable[[], None], clock: Callable[[], float]) -> float:
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def read_bytes(experts_per_layer: float) -> float:
@@ -172,7 +174,7 @@ def main() -> None:
     kernels = load_kernels()
     assert isinstance(kernels, Kernels), kernels.reason
     engines = [start(name, python, folder, options.threads, "bfloat16") for name, python in named]
-    taken = measure(engines, options.rounds, kernels.probe_read(READ_BYTES))
+    taken = measure(engines, options.rounds, options.threads, kernels.probe_read(READ_BYTES))
     result = report(taken) | {
         "engines": {engine.name: engine.info for engine in engines},
         "cpu": cpu_name(),
