@@ -246,6 +246,44 @@ def test_71_a_pause_that_every_worker_refuses_ends_nothing():
     run(main())
 
 
+@pytest.mark.parametrize("withdrawn", ["the later", "the earlier"])
+def test_24_71_a_withdrawn_pause_leaves_the_mode_of_the_other_one_in_effect(withdrawn: str):
+    async def main() -> None:
+        async with Mock(times(Fault("stall"), 1)) as mock, routing(mock) as (router, url):
+            first = await Wire.open(url)
+            first.post(CHAT, CHATTING)
+            await until(lambda: mock.asked)
+            (running,) = router.live.values()
+            controls = FleetControls(router)
+            other, refused = PauseRequest(mode="abort", new_requests="queue"), PauseRequest(mode="freeze")
+            controls.hold(refused if withdrawn == "the earlier" else other)
+            controls.hold(other if withdrawn == "the earlier" else refused)
+            controls.withdraw(refused)
+            assert (controls.current_pause, router.holding, router.queueing) == (other, True, True)
+            assert running.held == "abort"
+            controls.release()
+            first.close()
+
+    run(main())
+
+
+def test_71_a_request_queued_by_a_pause_stays_queued_when_a_later_pause_is_withdrawn():
+    async def main() -> None:
+        async with Mock() as mock, routing(mock) as (router, url):
+            controls, later = FleetControls(router), PauseRequest(mode="freeze")
+            controls.hold(PauseRequest(mode="abort", new_requests="queue"))
+            second = asyncio.ensure_future(ask(url, CHAT, CHATTING))
+            await until(lambda: router.live)
+            controls.hold(later)
+            controls.withdraw(later)
+            (queued,) = router.live.values()
+            assert queued.held is None and not mock.asked
+            controls.release()
+            assert check(CHATTING, await second) is None
+
+    run(main())
+
+
 def test_71_a_resume_before_the_answer_of_a_pause_releases_waiting_requests(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
         async with scene("queued", monkeypatch) as setting:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import headgate
 from headgate import __version__
 from headgate.cli import main
 from headgate.testing.sim import hostile
@@ -108,6 +111,28 @@ def test_a_range_of_seeds_is_summed_up(capsys):
     assert "3 seeds" in output and "failures  0" in output
     for name in ("requests", "tokens", "faults", "control"):
         assert f"\n{name}" in output
+
+
+def source_of(package: Path, jobs: int) -> str:
+    """Return the fingerprint that a run of this copy of the package prints."""
+    script = "import sys; from headgate.cli import main; sys.exit(main())"
+    run = [sys.executable, "-c", script, "simulate", "--seeds", "0:9" if jobs > 1 else "0:1", "--jobs", str(jobs)]
+    env = {**os.environ, "PYTHONPATH": str(package.parent)}
+    output = subprocess.run(run, env=env, capture_output=True, text=True, check=True, timeout=120).stdout
+    found = re.match(r"\d seeds, \d+ s of virtual time, source ([0-9a-f]{12})\n", output)
+    assert found is not None, output
+    return found[1]
+
+
+def test_runs_of_the_same_source_have_the_same_fingerprint_and_others_do_not(tmp_path):
+    package = Path(headgate.__file__).parent
+    copy = tmp_path / "elsewhere" / "headgate"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    unchanged = source_of(package, jobs=1)
+    assert source_of(copy, jobs=2) == unchanged
+    with (copy / "core" / "scheduler.py").open("a") as module:
+        module.write("# a comment\n")
+    assert source_of(copy, jobs=1) != unchanged
 
 
 def test_the_trace_of_a_seed_names_processes_and_their_actions(capsys):

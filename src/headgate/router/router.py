@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from itertools import count
 from math import inf
@@ -213,6 +213,13 @@ class Router:
             exchange.hold(mode)
         self._fleet_changed()
         return accepted
+
+    def hold_again(self, accepted: Iterable[Exchange], *, queue: bool, mode: PauseMode) -> None:
+        """Restore a pause that a later one had replaced. `accepted` are the requests accepted before it began."""
+        self.queueing, before = queue, set(accepted)
+        for exchange in self.live.values():
+            exchange.held = mode if exchange in before else None
+        self._fleet_changed()
 
     def release(self) -> None:
         for exchange in self.live.values():

@@ -65,7 +65,8 @@ class FleetControls:
         self._name = secrets.token_hex(8)  # identifies this process to the workers
         self._orders = count(1)
         self.unanswered_resumes: dict[Worker, WorkerCall] = {}
-        self._pauses: list[PauseRequest] = []  # pauses in effect or in progress; the last one counts
+        # Pauses in effect or in progress, with the requests that were accepted before each; the last one counts.
+        self._pauses: list[tuple[PauseRequest, tuple[Exchange, ...]]] = []
         self.paused: set[Worker] = set()  # workers that have carried out the current pause
         self._fleet.on_restart = lambda worker: self.paused.discard(worker)
 
@@ -174,13 +175,14 @@ class FleetControls:
     @property
     def current_pause(self) -> PauseRequest | None:
         """The latest pause of the fleet; None if it should run."""
-        return self._pauses[-1] if self._pauses else None
+        return self._pauses[-1][0] if self._pauses else None
 
     def hold(self, pause: PauseRequest) -> tuple[Exchange, ...]:
         """Stop placing requests. Returns the requests that were accepted before."""
-        self._pauses.append(pause)
         self.unanswered_resumes.clear()
-        return self._router.hold(queue=pause.new_requests == "queue", mode=pause.mode)
+        accepted = self._router.hold(queue=pause.new_requests == "queue", mode=pause.mode)
+        self._pauses.append((pause, accepted))
+        return accepted
 
     async def end_accepted(
         self, pause: PauseRequest, accepted: Sequence[Exchange], caller: CallerHeaders, due_s: float
@@ -234,18 +236,20 @@ class FleetControls:
         if not replies or all_refuse(replies):
             self.withdraw(pause)
         elif latest:
-            self._pauses = [pause]
+            self._pauses = self._pauses[-1:]
             # A worker that has restarted since its answer is not paused.
             self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.boot_id == reply.boot_id}
         return latest
 
     def withdraw(self, pause: PauseRequest) -> None:
-        """Cancel this pause, and restore the one before it, if there is one."""
-        self._pauses = [each for each in self._pauses if each is not pause]
-        if self.current_pause is None:
+        """Cancel this pause. If it was the latest, restore the one before it, or release the fleet."""
+        was_latest = self.current_pause is pause
+        self._pauses = [each for each in self._pauses if each[0] is not pause]
+        if not self._pauses:
             self.release()
-        else:
-            self._router.hold(queue=self.current_pause.new_requests == "queue")
+        elif was_latest:
+            earlier, accepted = self._pauses[-1]
+            self._router.hold_again(accepted, queue=earlier.new_requests == "queue", mode=earlier.mode)
 
     def release(self) -> None:
         self._pauses.clear()

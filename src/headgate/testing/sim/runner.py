@@ -10,9 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from headgate.testing.sim.report import SimulationReport
+from headgate.testing.sim.source import fingerprint, loaded_modules
 from headgate.testing.sim.world import simulate
 
 SHARE = 8  # number of seeds that a process runs before it returns their reports
+
+ShareResult = tuple[list[SimulationReport], frozenset[str]]  # reports, and the modules that the process has loaded
 
 
 @dataclass
@@ -24,6 +27,7 @@ class SimulationSummary:
     controls: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     failures: dict[int, list[str]] = field(default_factory=dict)
+    source: str = ""  # fingerprint of the modules that the runs have loaded
 
     def add(self, report: SimulationReport) -> None:
         self.seeds += 1
@@ -37,7 +41,7 @@ class SimulationSummary:
 
     def lines(self) -> list[str]:
         return [
-            f"{self.seeds} seeds, {self.virtual_s:.0f} s of virtual time",
+            f"{self.seeds} seeds, {self.virtual_s:.0f} s of virtual time, source {self.source}",
             f"requests  {self.counts['requests']}, by outcome: {_listed(self.ends)}",
             f"tokens    {self.counts['tokens']}",
             f"faults    {self.faults.total()}: {_listed(self.faults)}",
@@ -62,10 +66,11 @@ def run_seeds(
     summary = SimulationSummary()
     jobs = min(jobs or os.cpu_count() or 1, len(shares))
     if jobs <= 1:
-        _collect(map(_run_share, shares), summary, on_failure)
+        modules = _collect(map(_run_share, shares), summary, on_failure)
     else:
         with ProcessPoolExecutor(jobs, initializer=_freeze_garbage_collector) as pool:
-            _collect(pool.map(_run_share, shares), summary, on_failure)
+            modules = _collect(pool.map(_run_share, shares), summary, on_failure)
+    summary.source = fingerprint(modules | loaded_modules())
     return summary
 
 
@@ -81,20 +86,25 @@ def _shares(seeds: list[int]) -> list[list[int]]:
 
 
 def _collect(
-    results: Iterable[list[SimulationReport]],
+    results: Iterable[ShareResult],
     summary: SimulationSummary,
     on_failure: Callable[[SimulationReport], None] | None,
-) -> None:
-    for report in (report for reports in results for report in reports):
-        summary.add(report)
-        if report.failures and on_failure is not None:
-            on_failure(report)
+) -> frozenset[str]:
+    """Add up all reports. Returns the names of the modules that were loaded."""
+    modules: frozenset[str] = frozenset()
+    for reports, loaded in results:
+        modules |= loaded
+        for report in reports:
+            summary.add(report)
+            if report.failures and on_failure is not None:
+                on_failure(report)
+    return modules
 
 
-def _run_share(seeds: list[int]) -> list[SimulationReport]:
+def _run_share(seeds: list[int]) -> ShareResult:
     reports = [_run_quietly(seed) for seed in seeds]
     gc.collect()
-    return reports
+    return reports, loaded_modules()
 
 
 def _run_quietly(seed: int) -> SimulationReport:
