@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPSConnection
@@ -76,7 +77,7 @@ class Sample:
 class Aborted:
     """The outcome of an abort, by request id."""
 
-    aborted: dict[str, int]  # number of tokens by request id
+    aborted: dict[str, int]  # number of tokens by request id; for an admin, of all tenants that use the id
     not_found: list[str] = field(default_factory=list)
     already_finished: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
@@ -172,8 +173,11 @@ def _abort(
 
 def _aborted(answer: Any) -> Aborted:
     result = answer["result"]
+    tokens: Counter[str] = Counter()
+    for each in result["aborted"]:
+        tokens[each["request_id"]] += each["output_token_count"]
     return Aborted(
-        {each["request_id"]: each["output_token_count"] for each in result["aborted"]},
+        dict(tokens),
         result["not_found"],
         result["already_finished"],
         {each["request_id"]: each["message"] for each in result["errors"]},

@@ -462,7 +462,9 @@ def test_with_the_same_id_each_tenant_ends_its_own_request_and_the_admin_all(ser
             async with streaming(server.url, [body], key="key-b") as again:
                 await begun(again)
                 told = await abort(server, req_ids=["same"])
-                assert len(told.result["aborted"]) == 2
+                assert sorted(each["tenant"] for each in told.result["aborted"]) == ["alice", "bob"]
+        counts = {each["tenant"]: each["output_token_count"] for each in told.result["aborted"]}
+        assert counts == {"alice": len(alices[0].tokens), "bob": len(again[0].tokens)}
         assert alices[0].end == again[0].end == ("abort", "api_abort")
         for key, heard in (("key-a", alices[0]), ("key-b", again[0])):
             usage = (await get(server.url, "/v1/requests/same", key)).body["usage"]

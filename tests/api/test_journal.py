@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from headgate.api.accounting.ledger import Record
 from headgate.api.generate import journal
 from headgate.contract.control import LEAST_VERSION_HEADER
 from headgate.engine.client import Chunk
@@ -343,6 +344,19 @@ def test_a_requested_end_is_not_withheld(model: Path, cause: Cause):
     assert b":m " not in told and f":f 0 abort {cause} ".encode() in told and b"[DONE]" in told
 
 
+@pytest.mark.parametrize(
+    ("reason", "cause"), [("abort", "shutdown"), ("abort", "engine_lost"), ("pd_reschedule", "preempted")]
+)
+def test_2_5_an_end_that_was_asked_for_is_not_withheld_whatever_cause_the_engine_gives(
+    model: Path, monkeypatch: pytest.MonkeyPatch, reason: FinishReason, cause: Cause
+):
+    """An abort reported the choice as aborted, and another server continued it."""
+    monkeypatch.setattr(Record, "asked_to_end", lambda *_: "api_abort")
+    told = journalled(model, Engine("hi", reason, cause), COMPLETIONS, COMPLETING | {"stream": True})
+    assert b":m " not in told and b":f 0 abort api_abort " in told and b"[DONE]" in told
+    assert texts(shown(told)) == {0: "hi"}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("error", "status"),
@@ -424,6 +438,30 @@ def test_resumed_ids_that_end_an_answer_end_it_without_an_engine(
     (choice,) = first["choices"]
     assert (choice["text"], choice["finish_reason"], choice["cause"]) == (rest, "stop", cause)
     assert usage["usage"]["completion_tokens"] == len(ids)
+    assert engines.streams == []
+
+
+@pytest.mark.parametrize(
+    ("said", "chars", "rest"), [("ab", 1, "b"), ("ab", 2, ""), ("ab STO", 0, "ab STO"), ("", 0, "")]
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stream", [True, False])
+def test_4_a_resumed_choice_that_was_asked_to_end_ends_without_an_engine(
+    model: Path, said: str, chars: int, rest: str, path: str, stream: bool
+):
+    """Everything that the first server generated is sent once, with the cause of the abort."""
+    ids, body = Engine(said).ids(model), CHATTING if path == CHAT else COMPLETING
+    versions = [[0, len(ids)]] if ids else []
+    resumed = going_on(token_ids=ids, versions=versions, delivered_chars=chars if stream else 0, end="api_abort")
+    asked = body | {"stop": ["STOP"]} | resumed | ({} if stream else {"stream": False, "stream_options": None})
+    client, engines = ask_and_look(model, Engine("never"), path, asked)
+    events = [json.loads(line[6:]) for line in client.body.split(b"\n") if line.startswith(b"data: {")]
+    (choice,) = events[0]["choices"]
+    message = choice.get("delta") or choice.get("message") or {}
+    assert (choice.get("text") or message.get("content") or "") == (rest if stream else said)
+    assert (choice["finish_reason"], choice["cause"]) == ("abort", "api_abort")
+    assert message.get("role") == ("assistant" if path == CHAT and not (stream and chars) else None)
+    assert events[-1]["usage"]["completion_tokens"] == len(ids)
     assert engines.streams == []
 
 

@@ -456,6 +456,35 @@ def test_29_36_an_answer_ended_by_another_callers_pause_resumes_at_a_worker_that
     run(main())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_29_36_an_answer_cut_by_a_pause_too_brief_for_a_probe_returns_to_its_worker(stream: bool):
+    """Regression: after both steps of a rolling update, the client got a partial answer, although both workers ran."""
+
+    async def main() -> None:
+        turns, body = [Fault("withheld", at=3)], CHATTING | {"stream": stream}
+        async with (
+            Mock(lambda _: turns.pop() if turns else FINE) as mock,
+            routing(mock, probe_interval_s=60.0) as (_, url),
+        ):
+            assert check(body, await ask(url, CHAT, body)) is None
+            assert len(mock.asked) == 2 and mock.mistakes == []
+
+    run(main())
+
+
+def test_29_a_rolling_update_may_cut_an_answer_more_often_than_a_fault():
+    """Regression: every step took one of few retries, and the client of an answer without tokens was refused."""
+
+    async def main() -> None:
+        turns = [Fault("withheld") for _ in range(6)]
+        async with Mock(lambda _: turns.pop() if turns else FINE) as mock, routing(mock) as (router, url):
+            router.fleet.rolling = True
+            assert check(CHATTING, await ask(url, CHAT, CHATTING)) is None
+            assert len(mock.asked) == 7
+
+    run(main())
+
+
 def test_29_a_worker_that_refused_a_request_as_paused_is_asked_again_if_it_runs_by_now():
     """In another caller's rolling update, the turn of this worker ended before the other worker's began."""
 

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ import pytest
 
 from headgate.client import Fleet
 from headgate.config import RouteConfig
-from headgate.contract.keys import Keys
+from headgate.contract.abort import AbortedRequest, AbortRequest, AbortResult
+from headgate.contract.keys import Caller, Keys
 from headgate.protocol.keys import tenant_salt
+from headgate.router.control.abort import MergedAborts, RoutedTarget, RouterAbortResult
+from headgate.router.control.abort_calls import WorkerAborts
+from headgate.router.control.fan_out import WorkerReply
 from headgate.router.exchange.prefill import PREFILL, prefill_name
+from headgate.router.fleet.worker import Worker
 from headgate.router.router import Router
 from tests.api.live import LiveServer, live_server
 from tests.api.serving import serving, up, wait_until
@@ -68,8 +74,45 @@ def test_65_72_the_admin_ends_both_requests_of_one_id_and_gets_a_report_of_each(
         wait_until(lambda: sum(e["output_tokens"] > 3 for e in Fleet(keyed.url, "root").requests()) == 2)
         told = keyed.post("/v1/abort_requests", {"req_ids": ["tale"]}, key="root").json()["result"]
         assert [each["request_id"] for each in told["aborted"]] == ["tale", "tale"]
-        tokens = sorted(len(each.result(60).token_ids) for each in asked)
-        assert sorted(each["output_token_count"] for each in told["aborted"]) == tokens
+        alices, bobs = (len(each.result(60).token_ids) for each in asked)
+        counts = {each["tenant"]: each["output_token_count"] for each in told["aborted"]}
+        assert counts == {"alice": alices, "bob": bobs}
+
+
+WORKER = Worker("http://w:1")
+
+
+@dataclass(eq=False)
+class EndedExchange:
+    """A request that has ended, as far as the report of an abort reads it."""
+
+    tenant: str
+    worker: Worker = WORKER
+    end_pending: bool = False
+    cut: bool = False
+    over: bool = True
+    choice_ends: tuple[()] = ()
+
+
+def aborts(targets: list[RoutedTarget], *reported: AbortedRequest) -> RouterAbortResult:
+    """Merge the report of one worker that an admin has asked to end `tale`."""
+    merged = MergedAborts(targets)
+    merged.add(WorkerReply(WORKER, 200, answer=WorkerAborts(AbortResult(aborted=list(reported)))), ["tale"])
+    return merged.result(AbortRequest(req_ids=["tale"]), targets, (), Caller("admin", admin=True))
+
+
+def test_65_72_a_report_on_one_tenants_request_does_not_count_for_anothers_with_the_same_id():
+    targets = [RoutedTarget("tale", EndedExchange(tenant)) for tenant in ("alice", "bob")]  # type: ignore[arg-type]
+    result = aborts(targets, AbortedRequest("tale", 7, "bob"))
+    assert result.aborted == [AbortedRequest("tale", 7, "bob")] and result.already_finished == ["tale"]
+
+
+def test_65_72_a_request_of_another_router_is_reported_beside_ours_with_the_same_id():
+    ours = [RoutedTarget("tale", EndedExchange("alice"))]  # type: ignore[arg-type]
+    both = AbortedRequest("tale", 7, "bob"), AbortedRequest("tale", 5, "alice")
+    assert aborts(ours, *both).aborted == [both[1], both[0]]
+    assert {each.tenant for each in aborts([], *both).aborted} == {"alice", "bob"}
+    assert aborts([], both[0], both[0]).aborted == [both[0]]  # once, although two workers had it
 
 
 def test_65_generated_ids_have_128_random_bits_and_cannot_be_occupied():

@@ -11,6 +11,7 @@ from headgate.testing.sim import hostile
 from headgate.testing.sim.caller import ClientBehaviour
 from headgate.testing.sim.engine import EngineProfile
 from headgate.testing.sim.hosts import ServerSettings
+from headgate.testing.sim.judge import read
 from headgate.testing.sim.kv import KvSettings
 from headgate.testing.sim.network import NetworkConditions
 from headgate.testing.sim.world import simulate
@@ -508,6 +509,32 @@ def test_48_a_stream_that_lost_its_engine_names_no_sequence_of_the_next_one(run_
     report, _ = run_plan([unread, other], killed, abort, servers=1, network=NetworkConditions(high_water=512))
     assert not report.failures
     assert report.ends == {"left": 1, "max_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fault", ["the worker is lost", "the worker shuts down", "no worker has it yet"])
+def test_2_4_a_choice_that_was_asked_to_end_continues_on_no_other_worker(run_plan, stream, fault):
+    """The router marked whole requests only: the next worker generated the rest of the choice."""
+    asked = request("a", 0.2, n=3, stream=stream)
+    abort = action(0.5, "abort", req_ids=["a-1"], wait=True, timeout=0.3)
+    faults = {
+        "the worker is lost": [
+            action(0.4, "stop_server", "server1", duration_s=1.0),
+            action(1.0, "kill_server", "server1", duration_s=0.5),
+        ],
+        "the worker shuts down": [
+            action(0.4, "stop_engine", "server1", duration_s=4.0, which=0.0),
+            action(0.6, "shutdown", "server1"),
+        ],
+        "no worker has it yet": [
+            action(0.0, "pause", mode="freeze", new_requests="queue", timeout=1.0, duration_s=1.0)
+        ],
+    }
+    report, _ = run_plan([asked], abort, *faults[fault], **SHORT_DRAIN)
+    assert not report.failures
+    choices = read(asked).choices
+    assert [choices[i].cause for i in range(3)] == ["max_tokens", "api_abort", "max_tokens"]
+    assert [len(choices[i].ids) == 60 for i in range(3)] == [True, False, True]
 
 
 LATEST = {

@@ -39,6 +39,7 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class AbortedRequest(msgspec.Struct, frozen=True):
     request_id: str
     output_token_count: Count
+    tenant: str | UnsetType = UNSET  # for an admin: the tenant of the request, if it is another one
 
 
 class AbortError(msgspec.Struct, frozen=True):

@@ -43,6 +43,10 @@ class Caller:
     def sees(self, tenant: str) -> bool:
         return self.admin or tenant == self.tenant
 
+    def is_foreign(self, tenant: str) -> bool:
+        """Whether an answer to this caller names the tenant: several may use one id, and an admin sees all of them."""
+        return self.admin and bool(tenant) and tenant != self.tenant
+
     def check_may_list(self) -> None:
         """Refuse a caller without a key: all such callers are one tenant, and only the ids they know separate them."""
         if not (self.tenant or self.admin):

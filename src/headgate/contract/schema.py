@@ -57,6 +57,7 @@ class ResumedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     versions: list[tuple[Version, Count]] = []  # weight version, and the number of consecutive ids it generated
     delivered_chars: Size = 0
     finish: tuple[FinishReason, Cause, Size, Size, Size] | None = None  # the sizes: prompt, cached and output tokens
+    end: Cause | None = None  # the choice was asked to end: nothing more is generated, and the client gets the end
 
 
 class ResumeState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -180,6 +180,10 @@ class Record:
             self._asked.setdefault(i, cause)
         return [self.streams[i] for i in unfinished if i in self.streams]
 
+    def asked_to_end(self, choice: int) -> Cause | None:
+        """Why `choice` was asked to end; None if it was not."""
+        return self._asked.get(choice)
+
     def end_unplaced(self, cause: Cause) -> bool:
         """End the choices that no engine has. Returns whether there are any."""
         placed = {i for i, stream in self.streams.items() if stream.place is not None}

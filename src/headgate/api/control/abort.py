@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -72,6 +73,7 @@ class AbortTarget:
 
 @dataclass(slots=True)
 class FoundRequests:
+    caller: Caller
     targets: list[AbortTarget] = field(default_factory=list)
     by_name: bool = True
     not_found: list[str] = field(default_factory=list)
@@ -90,12 +92,12 @@ def find_all(ledger: Ledger, caller: Caller, tags: Tags | None = None) -> FoundR
     """All live requests that the caller may see, or those of them with these tags."""
     wanted = (tags or {}).items()
     mine = [AbortTarget(r.label, r) for r in visible(ledger, caller) if wanted <= r.tags.items()]
-    return FoundRequests(mine, by_name=False)
+    return FoundRequests(caller, mine, by_name=False)
 
 
 def find(ledger: Ledger, caller: Caller, names: Iterable[str]) -> FoundRequests:
     """Requests and choices by name. Other tenants' requests are not found; an admin's name matches those of all tenants."""
-    found = FoundRequests()
+    found = FoundRequests(caller)
     for name in dict.fromkeys(names):
         targets = find_live(ledger, caller, name)
         if unfinished := [target for target in targets if target.unfinished]:
@@ -164,7 +166,8 @@ def _result(found: FoundRequests, held: set[AbortTarget]) -> AbortResult:
             why = UNREAD if target.record.begun else UNPLACED
             result.errors.append(AbortError(target.name, "not_told", why))
         elif outcome is not None and outcome.finish_reason == "abort" and outcome.cause != "deadline":
-            result.aborted.append(AbortedRequest(target.name, outcome.output_tokens))
+            tenant = target.record.tenant if found.caller.is_foreign(target.record.tenant) else UNSET
+            result.aborted.append(AbortedRequest(target.name, outcome.output_tokens, tenant))
         elif outcome is not None and outcome.finish_reason == "error":
             result.errors.append(AbortError(target.name, outcome.cause, "it ended with an error of its own"))
         else:

@@ -20,6 +20,7 @@ from msgspec import structs
 from headgate.api.accounting.ledger import Record
 from headgate.api.engines import ChunkStream
 from headgate.api.state import Api
+from headgate.contract.journal import is_movable
 from headgate.edge.sse import innermost
 from headgate.engine.client import Chunk
 from headgate.errors import EngineDead, RequestError
@@ -73,6 +74,7 @@ class Resumed:
     versions: tuple[int, ...]  # of the weights, one per token
     delivered_chars: int
     finish: Finish | None
+    end: Cause | None = None  # why the choice must end now
 
 
 @dataclass(slots=True)
@@ -194,7 +196,7 @@ class ChoiceText:
 
     def replay(self, resumed: Resumed, eos: Collection[int]) -> tuple[Piece, Piece | None]:
         """Process resumed tokens. Returns the piece that the client has, and the rest if the choice ends there."""
-        finish = resumed.finish or self._at_stop_token(resumed.token_ids, eos)
+        finish = resumed.finish or self._at_stop_token(resumed.token_ids, eos) or self._asked_end(resumed)
         ended = None if finish is None else _ended(finish)
         piece = self.push(Chunk(list(resumed.token_ids), list(resumed.versions), ended=ended))
         piece.delivered = True
@@ -217,6 +219,12 @@ class ChoiceText:
         if ids[-1] in sampling.stop_token_ids:
             return Finish("stop", "stop_token", len(request.prompt), 0, count)
         return None
+
+    def _asked_end(self, resumed: Resumed) -> Finish | None:
+        if resumed.end is None:
+            return None
+        request = self._job.request
+        return Finish("abort", resumed.end, len(request.prompt), 0, len(request.generated) + len(resumed.token_ids))
 
     def _owe(self, piece: Piece, delivered_chars: int) -> None:
         if delivered_chars > len(piece.text):
@@ -291,7 +299,8 @@ async def _replay(api: Api, record: Record, job: ChoiceJob, text: ChoiceText, em
     assert resumed is not None
     replay = partial(text.replay, resumed, api.engines.info.eos_token_ids)
     delivered, rest = await api.off_loop(record.share, len(resumed.token_ids), replay)
-    await emit(job, delivered)
+    if resumed.token_ids or resumed.finish is not None:  # otherwise the client has received nothing
+        await emit(job, delivered)
     last = delivered if rest is None else rest
     if last.finish is None:
         return False
@@ -304,6 +313,8 @@ async def _replay(api: Api, record: Record, job: ChoiceJob, text: ChoiceText, em
 async def _follow(stream: ChunkStream, text: ChoiceText, record: Record, job: ChoiceJob, emit: Emit) -> None:
     async for chunk in stream:
         ending = text.stopped
+        if chunk.ended is not None:
+            chunk.ended = _as_asked(chunk.ended, record.asked_to_end(job.index))
         piece = text.push(chunk)
         if piece.tokens:
             record.tokens(len(piece.tokens), job.index)
@@ -319,6 +330,13 @@ async def _follow(stream: ChunkStream, text: ChoiceText, record: Record, job: Ch
     finish = text.cut(stream.cause)
     note(record, job, finish)
     await emit(job, Piece(text.rest(), finish=finish))
+
+
+def _as_asked(ended: Ended, cause: Cause | None) -> Ended:
+    """The end of a choice that was asked to end: even if the engine gave another cause, no other server continues it."""
+    if cause is None or is_movable("abort", cause) or not is_movable(ended.finish_reason, ended.cause):
+        return ended
+    return structs.replace(ended, finish_reason="abort", cause=cause)
 
 
 def note(record: Record, job: ChoiceJob, finish: Finish) -> None:

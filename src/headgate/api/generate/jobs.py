@@ -102,7 +102,8 @@ def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int])
     """
     if body.resume is None:
         return {}
-    if not body.stream and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
+    begun = any(choice.token_ids or choice.finish for choice in body.resume.choices)
+    if begun and not body.stream and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         raise RequestError(
             "a whole answer with logprobs cannot be resumed; send the request again without resume",
             param="resume",
@@ -113,7 +114,7 @@ def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int])
         where = f"resume.choices[{i}]"
         if claimed.index >= len(prompts) or claimed.index in resumed:
             raise RequestError(f"there is no choice {claimed.index}, or it is named twice", param=f"{where}.index")
-        if claimed.token_ids or claimed.finish:
+        if claimed.token_ids or claimed.finish or claimed.end:
             resumed[claimed.index] = _resumed_choice(claimed, prompts[claimed.index], generated, where)
     return resumed
 
@@ -126,7 +127,7 @@ def _resumed_choice(choice: ResumedChoice, prompt_tokens: int, generated: int, w
         )
     versions = tuple(version for version, count in choice.versions for _ in range(count))
     finish = _finish(choice, prompt_tokens, generated + len(choice.token_ids), where)
-    return Resumed(tuple(choice.token_ids), versions, choice.delivered_chars, finish)
+    return Resumed(tuple(choice.token_ids), versions, choice.delivered_chars, finish, choice.end)
 
 
 def _finish(choice: ResumedChoice, prompt_tokens: int, output_tokens: int, where: str) -> Finish | None:

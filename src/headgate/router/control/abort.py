@@ -91,7 +91,7 @@ async def abort(router: Router, body: AbortRequest, caller: Caller, headers: Cal
     began_s = router.loop.time()
     due_s = began_s + body.timeout
     _end_here(targets, body.cause)
-    merged = MergedAborts(_holders(targets))
+    merged = MergedAborts(targets)
     # This wait runs beside the calls to workers, because the workers wait for the same clients.
     waiting = router.loop.create_task(_wait_ended(targets, body.timeout))
     try:
@@ -99,14 +99,14 @@ async def abort(router: Router, body: AbortRequest, caller: Caller, headers: Cal
         if body.req_ids is None and (left_s := due_s - router.loop.time()) > 0:
             # The second call names ids, because a worker then reports those that it does not know.
             await _ask_workers(router, _ids_by_worker(_unreported(targets, merged)), body, headers, left_s, merged)
-        late = _end_overtaken(targets, merged.unknown)
+        late = _end_overtaken(targets, merged)
         targets += (arrived := _end_arrived(router, caller, merged, targets, body.cause, began_s))
         if body.wait:
             await waiting
             await _wait_ended([*late, *arrived], LEAST_S)
     finally:
         waiting.cancel()
-    return merged.result(body, targets, unknown)
+    return merged.result(body, targets, unknown, caller)
 
 
 def _named(router: Router, caller: Caller, names: Iterable[str]) -> tuple[list[RoutedTarget], list[str]]:
@@ -133,16 +133,18 @@ def _tags(exchange: Exchange) -> dict[str, str]:
 def _end_here(targets: Iterable[RoutedTarget], cause: AbortCause) -> None:
     """End requests that no worker can be asked to end. Mark all others as ending, so that they are not retried."""
     for target in targets:
-        exchange, whole = target.exchange, target.choice is None or target.exchange.info.n == 1
-        if whole and (exchange.worker is None or exchange.worker.kind != "headgate"):
+        exchange = target.exchange
+        if target.choice is not None and exchange.info.n > 1:
+            exchange.ask_choice_end(target.choice, cause)
+        elif exchange.worker is None or exchange.worker.kind != "headgate":
             exchange.end(cause)
-        elif whole:
+        else:
             exchange.ask_end(cause)
 
 
-def _end_overtaken(targets: Iterable[RoutedTarget], unknown: Collection[str]) -> list[RoutedTarget]:
+def _end_overtaken(targets: Iterable[RoutedTarget], merged: MergedAborts) -> list[RoutedTarget]:
     """End requests that their worker does not know, because the abort arrived there before the request."""
-    overtaken = [target for target in targets if target.name in unknown and target.exchange.end_pending]
+    overtaken = [target for target in targets if merged.is_unknown(target) and target.exchange.end_pending]
     for target in overtaken:
         target.exchange.end()
     return overtaken
@@ -231,12 +233,12 @@ def _ids_by_worker(targets: Iterable[RoutedTarget]) -> defaultdict[Worker, list[
     return names
 
 
-def _holders(targets: Iterable[RoutedTarget]) -> dict[str, set[str]]:
-    """Map the name of each request to the addresses of the workers that have it now."""
-    holders: defaultdict[str, set[str]] = defaultdict(set)
+def _holders(targets: Iterable[RoutedTarget]) -> dict[str, dict[Exchange, str | None]]:
+    """Map the name of each request to the addresses of the workers that have it now, one for each tenant's request."""
+    holders: defaultdict[str, dict[Exchange, str | None]] = defaultdict(dict)
     for target in targets:
         worker = target.exchange.worker
-        holders[target.name] |= set() if worker is None else {worker.url}
+        holders[target.name][target.exchange] = None if worker is None else worker.url
     return holders
 
 
@@ -251,7 +253,7 @@ def _former_workers(router: Router, exchange: Exchange) -> list[Worker]:
 def _unreported(targets: Iterable[RoutedTarget], merged: MergedAborts) -> list[RoutedTarget]:
     """Return requests that were on their way to a worker when it was asked to end all its requests."""
     silent = {reply.worker.url for reply in merged.silent}
-    unnamed = [target for target in targets if not target.exchange.over and not merged.reports_on(target.name)]
+    unnamed = [target for target in targets if not target.exchange.over and not merged.reports_on(target)]
     return [target for target in unnamed if (worker := target.exchange.worker) is None or worker.url not in silent]
 
 
@@ -262,9 +264,9 @@ async def end_at_removed_workers(
     targets = [RoutedTarget(exchange.id, exchange) for exchange in exchanges]
     for exchange in exchanges:
         exchange.ask_end(cause)
-    merged, body = MergedAborts(_holders(targets)), AbortRequest(cause=cause)
+    merged, body = MergedAborts(targets), AbortRequest(cause=cause)
     await _ask_workers(router, _ids_by_worker(targets), body, caller, timeout_s, merged)
-    return {target.exchange for target in targets if target.name in merged.aborted}
+    return {target.exchange for target in targets if merged.report_on(target) is not None}
 
 
 async def _wait_ended(targets: Sequence[RoutedTarget], timeout_s: float) -> None:
@@ -272,27 +274,53 @@ async def _wait_ended(targets: Sequence[RoutedTarget], timeout_s: float) -> None
     await await_readers({exchange.when_over(): exchange.client.transport for exchange in exchanges}, timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class AbortReport:
+    """A worker's report that it has ended a request."""
+
+    worker: str
+    tokens: int
+    tenant: str | UnsetType  # if the caller is an admin, and the request is not its own
+
+    def may_be_about(self, tenant: str) -> bool:
+        """Whether the request may be this tenant's; a router without keys knows no tenants."""
+        return self.tenant is UNSET or not tenant or self.tenant == tenant
+
+
 class MergedAborts:
-    """The workers' reports, by name of the request.
+    """The workers' reports, by name of the request. Requests of several tenants may have the same name.
 
     A worker's report counts for the requests that it was asked to end, unless the router knows that a request is at
     another worker.
     """
 
-    def __init__(self, holders: Mapping[str, set[str]]) -> None:
-        self._holders = holders
+    def __init__(self, targets: Iterable[RoutedTarget]) -> None:
+        self._holders = _holders(targets)
         self.workers: dict[str, AbortOutcome] = {}
         self.silent: list[WorkerReply] = []
-        self.aborted: dict[str, list[int]] = {}  # output token counts; several if tenants use the same name
+        self.aborted: defaultdict[str, list[AbortReport]] = defaultdict(list)
         self.finished: set[str] = set()
-        self.unknown: set[str] = set()  # names that the workers which were asked do not know
+        self._unknown: defaultdict[str, set[str]] = defaultdict(set)  # addresses of workers that do not know it
         self.errors: dict[str, AbortError] = {}
         self.accepted: dict[str, None] = {}
         self.enders: defaultdict[str, set[str]] = defaultdict(set)  # addresses of workers that have ended it, or will
 
-    def reports_on(self, name: str) -> bool:
+    def reports_on(self, target: RoutedTarget) -> bool:
         """Whether a worker has or had the request."""
-        return name in self.aborted or name in self.finished or name in self.errors or name in self.accepted
+        name, aborted = target.name, self.report_on(target) is not None
+        return aborted or name in self.finished or name in self.errors or name in self.accepted
+
+    def report_on(self, target: RoutedTarget) -> AbortReport | None:
+        """Return the report of the worker that has ended this request, and not one of another tenant."""
+        tenant, reports = target.exchange.tenant, self.aborted.get(target.name, ())
+        holder = self._holders.get(target.name, {}).get(target.exchange)
+        found = [report for report in reports if report.may_be_about(tenant) and holder in (None, report.worker)]
+        return min(found, key=lambda report: report.tenant != tenant, default=None)
+
+    def is_unknown(self, target: RoutedTarget) -> bool:
+        """Whether the worker that has the request was asked to end it and did not know it."""
+        worker, unknown = target.exchange.worker, self._unknown.get(target.name, ())
+        return bool(unknown) and (worker is None or worker.url in unknown)
 
     def add(self, reply: WorkerReply, asked: Names) -> None:
         if not reply.ok:
@@ -304,14 +332,16 @@ class MergedAborts:
 
     def _merge(self, report: AbortResult, url: str, asked: frozenset[str] | None) -> None:
         def counts(name: str) -> bool:
-            return (asked is None or name in asked) and url in self._holders.get(name, (url,))
+            holders = self._holders.get(name)
+            return (asked is None or name in asked) and (holders is None or url in holders.values())
 
         for each in report.aborted:
             if counts(each.request_id):
-                self.aborted.setdefault(each.request_id, []).append(each.output_token_count)
+                self.aborted[each.request_id].append(AbortReport(url, each.output_token_count, each.tenant))
                 self.enders[each.request_id].add(url)
         self.finished |= set(filter(counts, report.already_finished))
-        self.unknown |= set(filter(counts, report.not_found))
+        for name in filter(counts, report.not_found):
+            self._unknown[name].add(url)
         self.errors |= {error.request_id: error for error in report.errors if counts(error.request_id)}
         for name in filter(counts, report.accepted or ()):
             self.accepted[name] = None
@@ -323,37 +353,54 @@ class MergedAborts:
         self.accepted.pop(name, None)
 
     def result(
-        self, body: AbortRequest, targets: Sequence[RoutedTarget], unknown: Collection[str]
+        self, body: AbortRequest, targets: Sequence[RoutedTarget], unknown: Collection[str], caller: Caller
     ) -> RouterAbortResult:
         result = RouterAbortResult(workers=self.workers)
         if not body.wait:
             return self._accepted(result, targets, unknown)
+        here: defaultdict[str, set[str]] = defaultdict(set)  # the tenants of the targets, by name
         for target in {(target.exchange.tenant, target.name): target for target in targets}.values():
-            self._classify(result, target.name, target)
-        here = {target.name for target in targets}
-        for name in dict.fromkeys([*unknown, *self.aborted, *self.errors]):
-            if name not in here:
-                self._classify(result, name, None)
+            self._classify(result, target, caller)
+            here[target.name].add(target.exchange.tenant)
+        for name, reports in self.aborted.items():
+            others = [each for each in reports if not any(map(each.may_be_about, here.get(name, ())))]
+            for tenant, report in {each.tenant: each for each in reversed(others)}.items():
+                result.aborted.append(AbortedRequest(name, report.tokens, tenant))
+        for name in dict.fromkeys([*unknown, *self.errors]):
+            if name not in here and not self.aborted.get(name):
+                self._classify_unknown(result, name)
         return result
 
-    def _classify(self, result: RouterAbortResult, name: str, target: RoutedTarget | None) -> None:
-        if target is not None and name not in self.errors and target.exchange.end_pending:
-            unread = name in self.aborted and target.exchange.is_unread
+    def _classify(self, result: RouterAbortResult, target: RoutedTarget, caller: Caller) -> None:
+        name, exchange, report = target.name, target.exchange, self.report_on(target)
+        tenant = exchange.tenant if caller.is_foreign(exchange.tenant) else UNSET
+        if name not in self.errors and exchange.end_pending:
+            unread = report is not None and exchange.is_unread
             result.errors.append(AbortError(name, "not_told", UNREAD if unread else NOT_ENDED))
-        elif (
-            target is not None and target.exchange.cut
-        ):  # the worker may have generated more tokens than the client was sent
-            result.aborted.append(AbortedRequest(name, target.exchange.journal.tokens))
-        elif name in self.aborted:
-            counts = self.aborted[name]
-            result.aborted.append(AbortedRequest(name, counts.pop(0) if len(counts) > 1 else counts[0]))
+        elif exchange.cut:  # the worker may have generated more tokens than the client was sent
+            result.aborted.append(AbortedRequest(name, _sent_tokens(target), tenant))
+        elif self._continues_elsewhere(target):
+            result.errors.append(AbortError(name, "not_told", NOT_ENDED))
+        elif report is not None:
+            result.aborted.append(AbortedRequest(name, report.tokens, tenant))
         elif name in self.errors:
             result.errors.append(self.errors[name])
-        elif name in self.finished:
+        elif name in self.finished or exchange.over:
             result.already_finished.append(name)
-        elif target is not None and not target.exchange.over:
+        else:
             result.errors.append(AbortError(name, "not_told", NOT_ENDED))
-        elif target is not None:
+
+    def _continues_elsewhere(self, target: RoutedTarget) -> bool:
+        """Whether the request has left the worker that was asked to end one of its choices. The next one ends it."""
+        exchange, holder = target.exchange, self._holders.get(target.name, {}).get(target.exchange)
+        left = holder is not None and (exchange.worker is None or exchange.worker.url != holder)
+        return target.choice in exchange.choice_ends and left and not exchange.over and not _has_ended(target)
+
+    def _classify_unknown(self, result: RouterAbortResult, name: str) -> None:
+        """Classify a request that this router does not have, and that no worker has ended."""
+        if name in self.errors:
+            result.errors.append(self.errors[name])
+        elif name in self.finished:
             result.already_finished.append(name)
         elif self.silent:
             names = ", ".join(reply.worker.name for reply in self.silent)
@@ -373,3 +420,17 @@ class MergedAborts:
             elif name not in self.accepted:
                 result.not_found.append(name)
         return result
+
+
+def _has_ended(target: RoutedTarget) -> bool:
+    """Whether the client has received the end of the choice."""
+    choice = None if target.choice is None else target.exchange.journal.choices.get(target.choice)
+    return choice is not None and choice.finish is not None
+
+
+def _sent_tokens(target: RoutedTarget) -> int:
+    """The number of tokens that the client has received of the request, or of the choice."""
+    journal = target.exchange.journal
+    if target.choice is None:
+        return journal.tokens
+    return len(journal.choices[target.choice].tokens) if target.choice in journal.choices else 0

@@ -59,6 +59,11 @@ class End:
         return error_body(cut_short(len(self.ids), self.cause)) if self.reason == "abort" else None
 
 
+def is_resumable(path: str) -> bool:
+    """Whether workers take `resume` for every request to this endpoint."""
+    return path in _SHAPES
+
+
 def final_answer(
     path: str,
     id: str,

@@ -7,14 +7,18 @@ answer. `contract/journal.py` defines their lines.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import ClassVar
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 import msgspec
 
 from headgate.contract.journal import CACHED_LINES, FINISH, FINISH_LINES, PROMPT_LINES, TOKENS_LINES
+
+NO_ENDS: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -129,8 +133,9 @@ class Journal(msgspec.Struct, eq=False):  # created per request; cheaper than a 
         found = CACHED_LINES.search(tail, tail.find(b"\n" + FINISH))
         return None if found is None else (int(found[1]), int(found[2]))
 
-    def resume(self, *, streamed: bool) -> bytes:
-        """Return the `resume` field of a request to another worker."""
+    def resume(self, *, streamed: bool, ends: Mapping[int, str] = NO_ENDS) -> bytes:
+        """Return the `resume` field of a request to another worker. `ends` are choices that must end, and why."""
+        choices = self.choices | {index: ChoiceProgress() for index in ends if index not in self.choices}
         return msgspec.json.encode(
             {
                 "choices": [
@@ -140,8 +145,9 @@ class Journal(msgspec.Struct, eq=False):  # created per request; cheaper than a 
                         "versions": choice.versions,
                         "delivered_chars": choice.chars if streamed else 0,
                         "finish": choice.finish,
+                        **({"end": ends[index]} if index in ends and choice.finish is None else {}),
                     }
-                    for index, choice in sorted(self.choices.items())
+                    for index, choice in sorted(choices.items())
                 ]
             }
         )

@@ -32,8 +32,8 @@ from headgate.router.data_path.upstream import Headers, Upstream, WorkerLost
 from headgate.router.exchange import reports
 from headgate.router.exchange.attempt import Attempt, Lost, Outcome, Withheld, refused_as_paused
 from headgate.router.exchange.client_answer import ClientAnswer
-from headgate.router.exchange.ending import CAUSE, DEADLINE, PAUSE
-from headgate.router.exchange.journal import Journal, splice
+from headgate.router.exchange.ending import CAUSE, DEADLINE, PAUSE, is_resumable
+from headgate.router.exchange.journal import NO_ENDS, Journal, splice
 from headgate.router.exchange.placement import Placement
 from headgate.router.exchange.prefill import (
     PREFILL_LINE,
@@ -126,6 +126,7 @@ class Exchange:
     slow = False  # the client has been full at least once
     unresumable = False  # the client has received part of an answer without a journal
     cause: str | None = None  # why the request was asked to end
+    choice_ends = NO_ENDS  # why single choices were asked to end, by index
     held: PauseMode | None = None  # the mode of the fleet pause that found the request in flight
     overtaken = False  # a worker had the request when that pause began
     kept = False  # the request has survived such a pause
@@ -269,6 +270,10 @@ class Exchange:
         self._set_cause(cause)
         self._on(Event.END_ASKED)
 
+    def ask_choice_end(self, choice: int, cause: str) -> None:
+        """Note that the worker was asked to end one choice; another worker that gets the request ends it at once."""
+        self.choice_ends = {choice: cause, **self.choice_ends}
+
     def end(self, cause: str = CAUSE) -> None:
         """End the request now. If a worker has it, the connection to that worker is closed."""
         self._set_cause(cause)
@@ -355,7 +360,8 @@ class Exchange:
         if self.overtaken and refused_as_paused(outcome):
             return Event.OVERTAKEN
         resumable = not (self.unresumable or self.journal.unreadable)
-        return self._retry_state.judge(worker, outcome, Progress(self.journal.extent, resumable))
+        progress = Progress(self.journal.extent, resumable, self.router.fleet.rolling)
+        return self._retry_state.judge(worker, outcome, progress)
 
     @property
     def _retry_state(self) -> RetryState:
@@ -542,9 +548,9 @@ class Exchange:
         body, part, forward = self.request.body, False, self.router.forwarder.request_to
         if worker.kind != "headgate":
             return forward(worker, self.request, self.tenant, self.id, body)
-        if self.moves:
+        if self.moves or self.choice_ends:
             body = self._from_where_it_is(body)
-            part = bool(self.journal.choices)
+            part = body is not self.request.body
         if self.info.deadline_ms is not None and (left_s := self.left_s) is not None:
             body = splice(body, "deadline_ms", b"%.3f" % max(1000 * left_s, 0.001))
         if self._ticket is not None:
@@ -556,13 +562,13 @@ class Exchange:
 
     def _from_where_it_is(self, body: bytes) -> bytes:
         """Return the body that makes a worker resume the answer."""
-        if not self.journal.choices:
-            return body
         if not self.info.stream and self.info.logprobs:
             # The journal has no log-probabilities, so the answer starts again; the client has received none of it.
             self.journal = Journal()
+        ends = self.choice_ends if self.journal.choices or is_resumable(self.request.path) else NO_ENDS
+        if not self.journal.choices and not ends:
             return body
-        return splice(body, "resume", self.journal.resume(streamed=self.info.stream))
+        return splice(body, "resume", self.journal.resume(streamed=self.info.stream, ends=ends))
 
     def _leave_prefill(self) -> None:
         prefill, self.prefill_request, self._ticket = self.prefill_request, None, None

@@ -55,12 +55,17 @@ def _is_refusal(outcome: Outcome) -> bool:
     return False
 
 
+def _ended_by_pause(outcome: Outcome) -> bool:
+    return isinstance(outcome, Withheld) and outcome.cause == PAUSE
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What the client has received by the end of an attempt."""
 
     extent: tuple[int, int, int] = (0, 0, 0)  # tokens, characters, ended choices
     resumable: bool = True  # another worker can continue; false for an answer without a journal
+    rolling: bool = False  # the router is updating its workers one by one, which pauses each of them
 
     @property
     def tokens(self) -> int:
@@ -78,7 +83,7 @@ class RetryState:
         # reason may have passed by the next good probe, without a change of state.
         self._unwilling: dict[Worker, tuple[int, int | None]] = {}
         self._failed: set[Worker] = set()  # workers whose failure may be temporary
-        self._paused: set[Worker] = set()  # workers that refused the request because they were paused
+        self._paused: set[Worker] = set()  # workers that refused or ended the request because they were paused
         self.fruitless = 0  # consecutive attempts without a new token
         self.last: tuple[Worker, Outcome] | None = None  # what the client receives if no later attempt is better
         self.extent = (0, 0, 0)  # what the client had received when the last attempt ended
@@ -100,9 +105,12 @@ class RetryState:
         self._count(worker, outcome, progress.tokens)
         if isinstance(outcome, Withheld) and outcome.rescheduled:
             self._full.add(worker)
-        return Event.UNFINISHED if progress.resumable and self._may_try(outcome) else Event.EXHAUSTED
+        may_try = progress.resumable and self._may_try(outcome, rolling=progress.rolling)
+        return Event.UNFINISHED if may_try else Event.EXHAUSTED
 
-    def _may_try(self, outcome: Outcome) -> bool:
+    def _may_try(self, outcome: Outcome, *, rolling: bool) -> bool:
+        if rolling and _ended_by_pause(outcome):
+            return True  # a rolling update fails no request, and pauses each worker once
         if isinstance(outcome, Withheld) and outcome.rescheduled:
             return self._reschedules <= self._config.preempt_retry_count
         if self._waits_for_room(outcome):
@@ -153,11 +161,12 @@ class RetryState:
         self._reschedules += rescheduled
         if not rescheduled or self._config.preempt_retry_exclude_decode:
             self.excluded.add(worker)
-        (self._paused.add if refused_as_paused(outcome) else self._paused.discard)(worker)
+        paused = refused_as_paused(outcome) or _ended_by_pause(outcome)
+        (self._paused.add if paused else self._paused.discard)(worker)
         passing = _may_pass(outcome) or self._waits_for_room(outcome)
         (self._failed.add if passing else self._failed.discard)(worker)
         if _is_refusal(outcome):
-            brief = _lacks_an_engine(outcome) or refused_as_paused(outcome)  # may end between two probes
+            brief = paused or _lacks_an_engine(outcome)  # may end between two probes
             self._unwilling[worker] = worker.changes, worker.probes if brief else None
         else:
             self._unwilling.pop(worker, None)
@@ -186,7 +195,7 @@ class RetryState:
         """Whether the client would receive only the report of a pause."""
         if self.last is None or refused_as_paused(self.last[1]):
             return True
-        return isinstance(self.last[1], Withheld) and self.last[1].cause == PAUSE
+        return _ended_by_pause(self.last[1])
 
     @property
     def was_refused_as_paused(self) -> bool:

@@ -80,7 +80,7 @@ def implausible_counters(servers: Iterable[SimServer]) -> Iterator[str]:
 
 
 def listed_twice(path: str, answer: Any, known: Counter[str]) -> Iterator[str]:
-    """Rule 72: an answer lists each request once. `known` counts the requests of the run that use each id."""
+    """Rule 72: an answer lists each request once. `known` counts the requests and choices of the run that use each id."""
     if not isinstance(answer, dict):
         return
     if path == "/v1/requests":

@@ -75,6 +75,7 @@ class SimFleet:
             set()
         )  # (router, id) of requests that a dishonest server claims to have, but the router did not have
         self._ids = Counter(request.id for request in plan.requests)
+        self._choices = Counter(name for request in plan.requests for name in request.choice_names)
         self._placements: dict[tuple[str, str], list[str]] = {}  # (router, id) -> addresses of workers
         self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # router -> its live requests at each pause
         self._before_pause: dict[str, set[str]] = {}  # router -> ids that it had accepted before a pause
@@ -159,11 +160,12 @@ class SimFleet:
     def record_aborted(self, router: str, abort_s: float, tokens: dict[str, int]) -> None:
         """Record the answer of an abort call, without requests of other routers, which may have moved before it."""
         targets = {
-            request.name
+            name
             for request in self.plan.requests
             if request.to == router and self._is_meant(request, abort_s)
+            for name in (request.name, *request.choice_names)
         }
-        reported = {name: count for name, count in tokens.items() if name in targets and self._ids[name] == 1}
+        reported = {name: count for name, count in tokens.items() if name in targets}
         self._aborted |= reported
         self.asked_to_end[router] |= reported.keys()
 
@@ -277,7 +279,7 @@ class SimFleet:
         if reply.status in (200, 202) and to in ROUTERS and not self.dishonest:
             answer = reply.json()
             if path != "/v1/requests" or len(self.routers) == 1:  # a single router knows where each request is
-                complaints += contract_rules.listed_twice(path, answer, self._ids)
+                complaints += contract_rules.listed_twice(path, answer, self._ids + self._choices)
             if (
                 reply.status == 200
                 and path == "/v1/pause"

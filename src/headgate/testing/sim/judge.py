@@ -355,17 +355,18 @@ def _check_usage(request: PlannedRequest, answer: JudgedAnswer) -> Iterator[str]
         yield f"the usage counts {usage['completion_tokens']} tokens, but {made} were received"
 
 
-def judge_abort(request: PlannedRequest, tokens: int) -> list[str]:
-    """Check a request that an abort call reported as aborted after `tokens` tokens."""
+def judge_abort(request: PlannedRequest, tokens: int, choice: int | None = None) -> list[str]:
+    """Check a request, or a choice of it, that an abort call reported as aborted after `tokens` tokens."""
     if request.reply.broken or not request.reply.whole or request.reply.status != 200:
         return []
     answer = read(request)
     if answer.error is not None:
         return []
-    causes = [choice.cause for choice in answer.choices.values()]
+    choices = answer.choices if choice is None else {choice: answer.choices.get(choice, JudgedChoice())}
+    causes = [each.cause for each in choices.values()]
     if not {"api_abort", "pause"} & set(causes):  # an abort and a pause may coincide; the first one counts
         return [f"{request.name}: an abort call reported it as aborted, but it ended with {causes}"]
-    made = sum(len(choice.ids) for choice in answer.choices.values())
+    made = sum(len(each.ids) for each in choices.values())
     if request.returns_ids and made != tokens:
         return [
             f"{request.name}: an abort call reported it as aborted after {tokens} tokens, but {made} were received"

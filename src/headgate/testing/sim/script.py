@@ -61,6 +61,10 @@ class PlannedRequest:
         return int(self.body.get("n", 1))
 
     @property
+    def choice_names(self) -> tuple[str, ...]:
+        return tuple(f"{self.id}-{index}" for index in range(self.n))
+
+    @property
     def routed(self) -> bool:
         return self.to in ROUTERS
 
@@ -96,16 +100,18 @@ class PlannedAction:
                 return True
             case "stop_across":
                 call = self.details["call"]
-                return bool(call == "abort_all" or (call == "abort" and request.id in self.details["req_ids"]))
+                return bool(call == "abort_all" or (call == "abort" and self._names(request)))
             case "pry":
                 return bool(request.tenant == self.details["tenant"])
             case "abort" | "abort_and_kill":
-                return (
-                    request.id in self.details["req_ids"]
-                )  # an operator's abort ends the requests of all tenants with that id
+                return self._names(request)  # an operator's abort ends the requests of all tenants with that id
             case "abort_tags":
                 return bool(request.body["tags"] == self.details["tags"])
         return False
+
+    def _names(self, request: PlannedRequest) -> bool:
+        """Whether the action names the request, or one of its choices."""
+        return not {request.id, *request.choice_names}.isdisjoint(self.details["req_ids"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,8 +134,13 @@ class World(SimFleet):
         for request in self.plan.requests:
             for complaint in (*judge(request, self._circumstances(request)), *self._broken_rules(request)):
                 self.fail(complaint)
-            if request.name in self._aborted and not self._was_placed_at_a_dishonest_server(request):
-                for complaint in judge_abort(request, self._aborted[request.name]):
+            if not self._was_placed_at_a_dishonest_server(request):
+                self._judge_aborts(request)
+
+    def _judge_aborts(self, request: PlannedRequest) -> None:
+        for choice, name in enumerate((request.name, *request.choice_names), -1):
+            if name in self._aborted:
+                for complaint in judge_abort(request, self._aborted[name], choice if choice >= 0 else None):
                     self.fail(complaint)
 
     def _broken_rules(self, request: PlannedRequest) -> Iterator[str]:
@@ -217,7 +222,8 @@ class World(SimFleet):
                 else self._floor_version(request.to)
             )
             self._retried_s[request.name] = self.loop.time()
-            self._aborted.pop(request.name, None)
+            for name in (request.name, *request.choice_names):
+                self._aborted.pop(name, None)
             for names in self.asked_to_end.values():
                 names.discard(request.name)  # that abort referred to the first attempt
             request.reply = await call(address, "POST", request.path, request.body, request.headers)
