@@ -161,8 +161,10 @@ class ChoiceText:
 
     def cut(self, cause: Cause) -> Finish:
         """How the choice ended if the engine failed before it reported the end."""
-        reason: FinishReason = "stop" if self.stopped else "abort"
-        return Finish(reason, cause, len(self._job.request.prompt), 0, self._output_tokens)
+        counts = len(self._job.request.prompt), 0, self._output_tokens
+        if self.stopped:
+            return Finish("stop", "stop_string", *counts, self._stops.matched or "")
+        return Finish("abort", cause, *counts)
 
     def _push_each(self, piece: Piece, shown: Sequence[int]) -> str:
         """Detokenise one token at a time, so that a stop string cuts the piece after the token that completed it."""
