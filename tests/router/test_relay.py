@@ -24,7 +24,7 @@ from headgate.router.exchange.ending import as_aborted
 from headgate.router.fleet.fleet import FAILURES, FIRST_COOLDOWN_S
 from headgate.router.router import Router
 from tests.router.client import Wire, ask, check, routing, until
-from tests.router.mock import CHAT, COMPLETIONS, FINE, Fault, Mock, text_of
+from tests.router.mock import CHAT, COMPLETIONS, FINE, Asked, Fault, Mock, text_of
 from tests.router.run import run
 
 BODY = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "seed": 1, "max_tokens": 20}
@@ -701,7 +701,12 @@ def test_18_an_answer_that_a_pause_ended_and_another_worker_refused_is_reported_
 
     async def main() -> None:
         script = first(Fault("withheld", at=3), Fault("status", status=503))
-        async with Mock(lambda a: script(a)) as one, Mock(lambda a: script(a)) as two, routing(one, two) as (_, url):
+
+        def paused_meanwhile(asked: Asked) -> Fault:
+            one.state = two.state = "paused"
+            return script(asked)
+
+        async with Mock(paused_meanwhile) as one, Mock(paused_meanwhile) as two, routing(one, two) as (_, url):
             answer = await ask(url, CHAT, BODY | {"stream": stream})
             assert answer.status == 200 and b'"error"' not in answer.body
             assert answer.body.count(b'"finish_reason":"abort"') == 1
