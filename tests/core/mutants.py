@@ -168,12 +168,12 @@ MUTANTS = [
     ),
     scheduler(
         "a preempted sequence's token does not count",
-        "            if seq.phase is not Phase.RUNNING:\n                # Ab",
+        "            if seq.phase is not RUNNING:\n                # Ab",
         "            if seq.phase is Phase.FINISHED:\n                # Ab",
     ),
     scheduler(
         "an aborted sequence's token does not count",
-        "            if seq.phase is not Phase.RUNNING:\n                # Ab",
+        "            if seq.phase is not RUNNING:\n                # Ab",
         "            if seq.phase is Phase.WAITING:\n                # Ab",
     ),
     scheduler(
