@@ -26,7 +26,7 @@ from headgate.contract.openapi import router_description, server_description
 from headgate.contract.operations.operation import ERRORS, AskAll, AskOne, Operation, Relay, RouterHandler
 from headgate.contract.operations.table import OPERATIONS
 from headgate.contract.parameter import APIS, Api, SamplingParameter
-from headgate.contract.sampling import PARAMETERS
+from headgate.contract.sampling import PARAMETERS, SAMPLING
 
 ROOT = Path(__file__).parents[1]
 
@@ -269,7 +269,7 @@ def sampling_page() -> str:
         "`sampling_params` of SGLang's `/generate` and vLLM's `/inference/v1/generate`. `null` is the same as leaving a",
         "parameter out, except for SGLang's `max_new_tokens`, where it removes the limit. A value of the wrong type is",
         "refused with the code `invalid_type`, and one that is not allowed with `invalid_value`; `param` names the field.",
-        "The fields of `headgate.SamplingParams` are those down to `grammar`; the rest concern text.",
+        f"The fields of `headgate.SamplingParams` are those down to `{list(SAMPLING)[-1]}`; the rest concern text.",
         "",
         f"| parameter | type | allowed | default | {' | '.join(API_TITLES[api] for api in APIS)} |",
         f"|{'---|' * (4 + len(APIS))}",

@@ -307,8 +307,8 @@ class Fleet:
     ) -> FleetState:
         """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source.
 
-        `base`: the source has changed tensors only, which apply to this version (`headgate.weights.changed`).
-        `checksum`: SHA-256 in hex by tensor name (`headgate.weights.checksums`); a file source has its own, by file.
+        `base`: the source contains only the tensors changed since this version (`headgate.weights.changed`).
+        `checksum`: SHA-256 in hex by tensor name (`headgate.weights.checksums`), or by file name for a path.
         """
         return self._state(
             _update(source, kv, timeout_s, version=version, label=label, base=base, verify_checksum=checksum)
@@ -422,8 +422,8 @@ class AsyncFleet:
     ) -> FleetState:
         """Update the weights of a paused fleet. `source` is a path that the servers can read, or a weight source.
 
-        `base`: the source has changed tensors only, which apply to this version (`headgate.weights.changed`).
-        `checksum`: SHA-256 in hex by tensor name (`headgate.weights.checksums`); a file source has its own, by file.
+        `base`: the source contains only the tensors changed since this version (`headgate.weights.changed`).
+        `checksum`: SHA-256 in hex by tensor name (`headgate.weights.checksums`), or by file name for a path.
         """
         return await self._state(
             _update(source, kv, timeout_s, version=version, label=label, base=base, verify_checksum=checksum)

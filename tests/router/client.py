@@ -254,7 +254,7 @@ async def until(true: Any, timeout_s: float = PATIENCE_S) -> None:
 def assert_nothing_left(router: Router) -> None:
     assert router.live == {}
     assert (router.admission.in_flight, router.admission.waiting) == (0, 0)
-    assert {worker.url: (worker.in_flight, worker.pending_tokens) for worker in router.fleet.everyone} == {
-        worker.url: (0, 0) for worker in router.fleet.everyone
+    assert {worker.url: (worker.in_flight, worker.pending_tokens) for worker in router.fleet.with_leaving} == {
+        worker.url: (0, 0) for worker in router.fleet.with_leaving
     }
     assert router.fleet.double_releases == 0

@@ -50,7 +50,7 @@ def test_62_a_client_that_reads_nothing_is_disconnected_and_frees_its_place(capl
         ):
             with muted(url, request_id="mute") as client:
                 assert check(BODY, await ask(url, CHAT, BODY)) is None  # there is one place, and it was released
-                assert router.counters.left == {"client_stalled": 1}
+                assert router.counters.clients_left == {"client_stalled": 1}
                 assert not client.rest().endswith(LAST_CHUNK)
             await until(lambda: mock.asked[0].left)
             assert b'clients_left_total{cause="client_stalled"} 1.0' in render(router, "test")

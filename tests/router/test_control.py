@@ -358,16 +358,16 @@ def test_44_a_worker_that_is_removed_while_it_is_updated_leaves_with_its_last_re
     with live_router(*(fake.url for fake in fakes)) as router, ThreadPoolExecutor(2) as threads:
         rolling, gate = roll_slowly(router, fakes, threads)
         worker = router.router.fleet.find(fakes[0].url)
-        taken = router.do(lambda: router.router.fleet.taking(worker, 0))
+        taken = router.do(lambda: router.router.fleet.add_load(worker, 0))
         options = {"params": {"url": fakes[0].url, "timeout": 60}}
         removing = threads.submit(lambda: router.delete("/v1/workers", **options))
         wait_until(lambda: worker not in router.router.fleet)
         gate.set()
         assert rolling.result(60).status_code == 200
-        assert worker.state == "draining" and worker in router.router.fleet.everyone
+        assert worker.state == "draining" and worker in router.router.fleet.with_leaving
         router.do(taken.give_back)
         assert removing.result(60).status_code == 200
-        assert worker not in router.router.fleet.everyone
+        assert worker not in router.router.fleet.with_leaving
 
 
 def test_29_a_rolling_update_through_real_workers_fails_no_request(router: LiveRouter, weights: list[Path]):

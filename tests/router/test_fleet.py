@@ -88,7 +88,7 @@ def test_marking_a_worker_down_ends_its_requests_once():
 
 def test_41_load_is_released_once_and_a_second_release_is_counted():
     fleet, (a,) = fleet_of(A)
-    taken = fleet.taking(a, 100)
+    taken = fleet.add_load(a, 100)
     assert (a.in_flight, a.pending_tokens) == (1, 100)
     taken.first_token()
     taken.first_token()
@@ -101,22 +101,22 @@ def test_41_load_is_released_once_and_a_second_release_is_counted():
 
 def test_41_load_is_also_released_before_the_first_token():
     fleet, (a,) = fleet_of(A)
-    fleet.taking(a, 7).give_back()
+    fleet.add_load(a, 7).give_back()
     assert (a.in_flight, a.pending_tokens) == (0, 0)
 
 
 def test_44_a_removed_worker_finishes_its_requests_before_it_leaves():
     fleet, (a, b) = fleet_of(A, B)
-    taken = fleet.taking(a, 1)
+    taken = fleet.add_load(a, 1)
     fleet.remove(a)
     assert fleet.candidates("mixed", None) == (b,) and list(fleet) == [b]
-    assert a in fleet.everyone and a.state == "draining"
+    assert a in fleet.with_leaving and a.state == "draining"
     fleet.probed(a, "ready")
     fleet.give_up(a)
     assert a.state == "draining"
     fleet.pool(a)  # still there for requests in flight
     taken.give_back()
-    assert a not in fleet.everyone
+    assert a not in fleet.with_leaving
     with pytest.raises(NoSuchWorker, match="GET /v1/workers"):
         fleet.find(A)
 
@@ -127,17 +127,17 @@ def test_an_address_that_leaves_twice_is_forgotten_twice():
     The router forgets each of the two workers when the last request of that worker has ended.
     """
     fleet, (first,) = fleet_of(A)
-    slow = fleet.taking(first, 1)
+    slow = fleet.add_load(first, 1)
     fleet.remove(first)
     second = fleet.add(A)
     assert second is not first
     fleet.set_kind(second, "headgate", ["m"])
     fleet.probed(second, "ready")
-    quick = fleet.taking(second, 1)
+    quick = fleet.add_load(second, 1)
     fleet.remove(second)
     slow.give_back()
     quick.give_back()
-    assert fleet.everyone == []
+    assert fleet.with_leaving == []
     with pytest.raises(KeyError):
         fleet.pool(first)
     with pytest.raises(KeyError):
@@ -146,7 +146,7 @@ def test_an_address_that_leaves_twice_is_forgotten_twice():
 
 def test_adding_a_known_address_changes_its_role_and_nothing_else():
     fleet, (a,) = fleet_of(A)
-    taken = fleet.taking(a, 1)
+    taken = fleet.add_load(a, 1)
     assert fleet.add(A + "/v1", "decode") is a
     assert (a.role, a.in_flight, a.state) == ("decode", 1, "ready")
     taken.give_back()

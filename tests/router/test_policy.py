@@ -81,10 +81,10 @@ def test_equal_workers_get_equal_shares(name: str, count: int):
     ("name", "busy"),
     [
         ("cache_aware", "in_flight"),
-        ("cache_aware", "others"),
+        ("cache_aware", "other_requests"),
         ("cache_aware", "pending_tokens"),
         ("least_requests", "in_flight"),
-        ("least_requests", "others"),
+        ("least_requests", "other_requests"),
         ("least_tokens", "pending_tokens"),
         ("least_tokens", "in_flight"),
         ("session", "in_flight"),
@@ -232,7 +232,7 @@ def test_reported_load_weighs_waiting_requests_more_and_breaks_ties_by_free_bloc
 
 def test_work_counts_requests_and_prompts_not_computed_yet():
     (worker,) = fleet(1)
-    worker.in_flight, worker.others, worker.pending_tokens = 2, 3, 512
+    worker.in_flight, worker.other_requests, worker.pending_tokens = 2, 3, 512
     assert work(worker) == 5.5
 
 

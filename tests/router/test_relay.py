@@ -808,10 +808,10 @@ def test_41_a_lost_worker_keeps_its_counters_until_its_requests_have_ended():
             asking = asyncio.create_task(ask(url, CHAT, BODY | {"stream": True}))
             await until(lambda: worker.in_flight == 1)
             router.fleet.remove(worker)
-            assert worker in router.fleet.everyone and worker.in_flight == 1
+            assert worker in router.fleet.with_leaving and worker.in_flight == 1
             mock.kill()
             assert check(BODY | {"stream": True}, await asking) is not None
-            await until(lambda: worker not in router.fleet.everyone)
+            await until(lambda: worker not in router.fleet.with_leaving)
             assert worker.in_flight == 0
 
     run(main())

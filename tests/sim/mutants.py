@@ -441,7 +441,7 @@ MUTANTS = [
     Mutant(
         "a full worker takes precedence over a paused one as the reason of a refusal",
         "router/exchange/retry_state.py",
-        "        if self.was_full:\n            return isinstance",
+        "        if self.queue_was_full:\n            return isinstance",
         "        if False:\n            return isinstance",
         test="tests/router/test_relay.py",
     ),
@@ -483,7 +483,7 @@ MUTANTS = [
     Mutant(
         "an answer cut by a rolling update waits for the worker being updated",
         "router/router.py",
-        "        if self.fleet.rolling and not retry_state.was_full:\n            return True",
+        "        if self.fleet.rolling and not retry_state.queue_was_full:\n            return True",
         "        if False:\n            return True",
         test="tests/sim/test_regressions.py",
     ),

@@ -79,7 +79,7 @@ class UpdateRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     version: Version | None = None  # above the current one; None: the next
     label: Label | None = None  # the trainer's own name of the version; may repeat
     verify_checksum: dict[str, str] | None = None  # SHA-256 in hex; of a path by file name, otherwise by tensor name
-    base: Version | None = None  # the source has changed tensors only, and applies to this version
+    base: Version | None = None  # the source contains only the tensors changed since this version
     kv: Literal["recompute", "keep"] = "recompute"
 
 

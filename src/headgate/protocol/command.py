@@ -198,7 +198,7 @@ class DiscardWeights(msgspec.Struct, frozen=True, array_like=True, tag="discard"
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
     """Load new weights into a paused engine. `recompute`: drop all old KV; otherwise running sequences keep theirs.
 
-    With `base`, the source has changed tensors only, and the others stay as they are in that version.
+    With `base`, the source contains only the tensors changed since that version; the others stay as they are.
     """
 
     source: Source

@@ -195,7 +195,7 @@ class ControlPlane:
     # -- workers ----------------------------------------------------------------------
 
     async def _list_workers(self, request: Request) -> Response:
-        return JSONResponse({"workers": [membership.describe(worker) for worker in self._router.fleet.everyone]})
+        return JSONResponse({"workers": [membership.describe(worker) for worker in self._router.fleet.with_leaving]})
 
     async def _add_worker(self, request: Request) -> Response:
         worker = self.registry.join(await read_control(request, Joining))

@@ -20,7 +20,7 @@ class RouterCounters:
         self.prefills_lost = 0  # prompts computed by the decode worker because no ticket came
         self.chosen: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self.left: Counter[str] = Counter()  # requests whose client left before their end, by cause
+        self.clients_left: Counter[str] = Counter()  # requests whose client left before their end, by cause
         self.attempts: Counter[tuple[str, str]] = Counter()  # (worker, outcome) -> number of attempts
 
     def moved(self, *, resumed: bool) -> None:

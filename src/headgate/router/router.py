@@ -268,7 +268,7 @@ class Router:
 
     def _is_worth_waiting(self, exchange: Exchange, retry_state: RetryState) -> bool:
         """Whether to wait until a worker becomes ready, instead of sending the client a paused worker's refusal."""
-        if self.fleet.rolling and not retry_state.was_full:
+        if self.fleet.rolling and not retry_state.queue_was_full:
             return True  # the worker that is being updated returns soon
         if exchange.overtaken:
             return True
@@ -310,7 +310,7 @@ class Router:
 
     def client_left(self, exchange: Exchange) -> None:
         cause: Cause = "client_stalled" if exchange.client.stalled else "client_disconnect"
-        self.counters.left[cause] += 1
+        self.counters.clients_left[cause] += 1
         if exchange.info.stream:
             self.departures.note(exchange.client.peer, exchange.id, exchange.journal.tokens, cause)
 

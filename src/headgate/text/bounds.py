@@ -23,7 +23,7 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
         return None
     splits = list(_steps(backend.pre_tokenizer, "pretokenizers"))
     shrink = _shrink(list(_steps(backend.normalizer, "normalizers")))
-    if shrink is None or not all(map(_keeps_all, splits)) or not _covers_all(backend, splits):
+    if shrink is None or not all(map(_keeps_all, splits)) or not _drops_no_character(backend, splits):
         return None
     return max(map(len, backend.get_vocab()), default=1) * shrink
 
@@ -59,8 +59,8 @@ def _keeps_all(split: dict[str, Any]) -> bool:
     return split["type"] in KEEP_ALL and split.get("behavior") != "Removed"
 
 
-def _covers_all(backend: tokenizers.Tokenizer, splits: list[dict[str, Any]]) -> bool:
-    """Whether the model produces at least one token for every character, known to it or not."""
+def _drops_no_character(backend: tokenizers.Tokenizer, splits: list[dict[str, Any]]) -> bool:
+    """Whether every character ends up in some token, even if the vocabulary lacks it."""
     model = backend.model
     if not isinstance(model, tokenizers.models.BPE):
         return False

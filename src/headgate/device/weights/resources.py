@@ -88,7 +88,7 @@ class ModelResources:
     def load_weights(
         self, source: Source, *, partial: bool = False, checksum: Mapping[str, str] | None = None
     ) -> Future[None]:
-        """Load `source`. `partial`: it has changed tensors only. `checksum`: SHA-256 in hex by tensor name."""
+        """Load `source`. `partial`: it contains only changed tensors. `checksum`: SHA-256 in hex by tensor name."""
         self._origin = self._last_origin()
         # Stamped before it is read, so that a change during the read is detected later. Changes cannot be read again.
         origin = Origin(StagedSource(), {}) if partial else origin_of(source)

@@ -35,7 +35,7 @@ class RouterSource:
     async def look(self) -> FleetView:
         router = self._router
         numbers = await self._fetch_numbers()
-        workers = router.fleet.everyone
+        workers = router.fleet.with_leaving
         sources = {"router": _own_counts(router)}
         for worker, report in numbers.items():
             # The router counts requests, because the workers' counts include a request that has moved twice.

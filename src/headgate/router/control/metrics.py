@@ -86,7 +86,7 @@ def _about_requests(router: Router) -> Iterator[Metric]:
     yield counter(_PART + "queue_seconds", "Time that requests have waited for admission.", admission.waited_s)
     yield by_label(_PART + "requests_refused", "Requests refused by the router itself.", "code", counters.refused)
     yield by_label(
-        _PART + "clients_left", "Clients that left before the end of their answer.", "cause", counters.left
+        _PART + "clients_left", "Clients that left before the end of their answer.", "cause", counters.clients_left
     )
     yield by_label(_PART + "chosen", "Attempts, by the reason for the choice of worker.", "reason", counters.chosen)
     yield counter(_PART + "retries", "Attempts after one without output.", counters.retries)
@@ -102,7 +102,7 @@ def _about_requests(router: Router) -> Iterator[Metric]:
 
 
 def _about_workers(router: Router) -> Iterator[Metric]:
-    workers = router.fleet.everyone
+    workers = router.fleet.with_leaving
     for made, families in ((GaugeMetricFamily, WORKER_GAUGES), (CounterMetricFamily, WORKER_COUNTERS)):
         for name, help, value in families:
             family = made(PREFIX + name, help, labels=("worker",))

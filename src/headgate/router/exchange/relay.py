@@ -329,7 +329,7 @@ class Exchange:
             return self._answered(outcome)
         if attempt.is_stale and not self.ending:
             self.attempt = None
-            self._retry_state.asked_again(attempt.worker)
+            self._retry_state.note_resend(attempt.worker)
             return self._on(Event.STALE)
         return self._attempt_ended(outcome)
 
@@ -473,7 +473,7 @@ class Exchange:
         worker = self._placed_at.prefill
         assert worker is not None
         # Its share of the load is taken at once: a worker without any leaves the fleet as soon as it is removed.
-        prefill = self.prefill_request = PrefillRequest(self.router.fleet.taking(worker, self.info.tokens))
+        prefill = self.prefill_request = PrefillRequest(self.router.fleet.add_load(worker, self.info.tokens))
         self._wait_for(partial(self._prefilled, prefill))
 
     async def _prefilled(self, prefill: PrefillRequest) -> Callable[[], None]:
@@ -556,7 +556,7 @@ class Exchange:
         if self._ticket is not None:
             body = splice(body, "kv_ticket", self._ticket)
         more = b"%b: %d\r\n" % (RAW_HEADER, self.created)
-        if self.retry_state is not None and self.retry_state.recomputes(worker):
+        if self.retry_state is not None and self.retry_state.must_recompute(worker):
             more += RECOMPUTE
         return forward(worker, self.request, self.tenant, self.id, body, more, part=part)
 

@@ -154,7 +154,7 @@ def report_end(exchange: Reported) -> None:
     cause, stream = exchange.cause, exchange.info.stream
     assert cause is not None
     if cause == DEADLINE and not stream and withheld_end(exchange) is None:
-        exchange.journal = exchange.journal.emptied()  # the client gets no part of the answer, nor usage for it
+        exchange.journal = exchange.journal.emptied()  # no worker returned the text: it is sent empty, with usage 0
     ends = [_end_of(exchange.journal, i, cause) for i in range(min(exchange.info.n, MOST_CHOICES))]
     finished = {i for i, choice in exchange.journal.choices.items() if choice.finish is not None}
     unfinished = [end for end in ends if end.index not in finished]

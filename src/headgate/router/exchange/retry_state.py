@@ -91,7 +91,7 @@ class RetryState:
         self.left_behind: Worker | None = None  # the worker that refuses because it still has an earlier attempt
         self._tried: set[Worker] = set()
         self._reschedules = 0
-        self._full: set[Worker] = set()  # workers that preempted the request for lack of KV memory
+        self._preempted_by: set[Worker] = set()  # workers that preempted the request for lack of KV memory
         self._tokens = 0
 
     def judge(self, worker: Worker, outcome: Outcome, progress: Progress) -> Event:
@@ -104,7 +104,7 @@ class RetryState:
         self.extent = progress.extent
         self._count(worker, outcome, progress.tokens)
         if isinstance(outcome, Withheld) and outcome.rescheduled:
-            self._full.add(worker)
+            self._preempted_by.add(worker)
         may_try = progress.resumable and self._may_try(outcome, rolling=progress.rolling)
         return Event.UNFINISHED if may_try else Event.EXHAUSTED
 
@@ -122,14 +122,14 @@ class RetryState:
         begun = self._tokens > 0 or self.was_cut
         return begun and isinstance(outcome, Answered) and outcome.status == 429
 
-    def recomputes(self, worker: Worker) -> bool:
+    def must_recompute(self, worker: Worker) -> bool:
         """Whether `worker` must recompute the request when it preempts it, instead of returning it to the router.
 
-        It must if it returned the request before, or if no moves to other workers are left.
+        It must if it returned the request before, or if this is the last permitted move.
         """
-        return worker in self._full or 0 < self._config.preempt_retry_count <= self._reschedules
+        return worker in self._preempted_by or 0 < self._config.preempt_retry_count <= self._reschedules
 
-    def asked_again(self, worker: Worker) -> None:
+    def note_resend(self, worker: Worker) -> None:
         """Note that the request is sent to `worker` again after a broken connection; it may receive it twice."""
         self._tried.add(worker)
 
@@ -140,7 +140,7 @@ class RetryState:
 
     def _says_less(self, outcome: Outcome, progress: Progress) -> bool:
         """Whether `outcome` tells less than the last one, which has part of the answer or reports a full queue."""
-        if self.was_full:
+        if self.queue_was_full:
             return isinstance(outcome, Answered) and outcome.status == 503
         unchanged = progress.extent == self.extent
         failed = failed_with(outcome.ending) if isinstance(outcome, Withheld) else True
@@ -186,7 +186,7 @@ class RetryState:
         }
 
     @property
-    def was_full(self) -> bool:
+    def queue_was_full(self) -> bool:
         """Whether a worker's queue was full; reporting this takes precedence over paused workers."""
         return self.last is not None and isinstance(self.last[1], Answered) and self.last[1].status == 429
 

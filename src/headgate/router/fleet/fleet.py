@@ -103,7 +103,8 @@ class Workers:
         return len(self._workers)
 
     @property
-    def everyone(self) -> list[Worker]:
+    def with_leaving(self) -> list[Worker]:
+        """The members, and workers that left the fleet and still have requests."""
         return [*self._workers.values(), *self._leaving]
 
     def add(self, url: str, role: Role = "mixed", *, pid: int | None = None, managed: bool = False) -> Worker:
@@ -190,7 +191,7 @@ class Workers:
 
     # -- load and health --------------------------------------------------------------
 
-    def taking(self, worker: Worker, tokens: int) -> LoadShare:
+    def add_load(self, worker: Worker, tokens: int) -> LoadShare:
         return LoadShare(self, worker, tokens)
 
     def set_state(self, worker: Worker, state: WorkerState) -> None:

@@ -165,7 +165,7 @@ class Monitor:
             raise WorkerLost("none of its engines is up")
         worker.running = sum(load.num_running_reqs for load in loads)
         worker.waiting = sum(load.num_waiting_reqs for load in loads)
-        worker.others = max(0, worker.running + worker.waiting - worker.in_flight)
+        worker.other_requests = max(0, worker.running + worker.waiting - worker.in_flight)
         worker.free_blocks = sum(load.num_free_blocks for load in loads)
         worker.total_blocks = sum(load.num_total_blocks for load in loads)
         worker.max_running = sum(load.max_running_requests for load in loads)

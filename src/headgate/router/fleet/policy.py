@@ -46,7 +46,7 @@ class Policy(Protocol):
 
 
 def work(worker: Worker) -> float:
-    return worker.in_flight + worker.others + worker.pending_tokens / TOKENS_PER_REQUEST
+    return worker.in_flight + worker.other_requests + worker.pending_tokens / TOKENS_PER_REQUEST
 
 
 class CacheAware:
@@ -76,7 +76,7 @@ class CacheAware:
         placed, found = self._placed, match.found
         chosen, least = workers[0], inf
         for worker in workers:  # `work` is inlined, because a function call per worker would cost too much
-            score = worker.in_flight + worker.others + worker.pending_tokens / TOKENS_PER_REQUEST
+            score = worker.in_flight + worker.other_requests + worker.pending_tokens / TOKENS_PER_REQUEST
             score += placed.get(worker, 0)
             if found and (known := found.get(worker)) is not None:
                 score -= min(_tokens(known.size) / TOKENS_PER_REQUEST, PREFIX_BONUS)

@@ -33,7 +33,7 @@ class Worker:
         "models",
         "name",
         "open_until_s",
-        "others",
+        "other_requests",
         "pending_tokens",
         "pid",
         "probes",
@@ -68,7 +68,7 @@ class Worker:
         # The worker's own report, from `/v1/loads`.
         self.running = 0
         self.waiting = 0
-        self.others = 0  # requests in the last report that did not come through this router
+        self.other_requests = 0  # requests in the last report that did not come through this router
         self.free_blocks = 0
         self.total_blocks = 0
         self.max_running = 0
@@ -93,7 +93,7 @@ class Worker:
     @property
     def load(self) -> int:
         """The number of requests at the worker: this router's now, and all others at the last report."""
-        return self.in_flight + self.others
+        return self.in_flight + self.other_requests
 
     @property
     def available(self) -> bool:

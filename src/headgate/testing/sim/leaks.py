@@ -44,7 +44,7 @@ def _router_leaks(host: SimRouter) -> Iterator[str]:
         yield f"{name} has released the load of a worker twice, {router.fleet.double_releases} times"
     if router.admission.in_flight or router.admission.waiting:
         yield f"{name}: {router.admission.in_flight} requests are admitted and {router.admission.waiting} are queued"
-    for worker in router.fleet.everyone:
+    for worker in router.fleet.with_leaving:
         if worker.in_flight or worker.pending_tokens:
             yield f"{name}: {worker!r} has {worker.pending_tokens} pending tokens"
 
