@@ -162,8 +162,8 @@ def test_unsupported_files_are_refused_by_name(path: Path) -> None:
     write_gguf(path, "gemma2")
     with pytest.raises(UnsupportedModel, match="gemma2"):
         hub_config(read_gguf(path))
-    write_gguf(path, llama__expert_count=8)
-    with pytest.raises(UnsupportedModel, match="mixture of experts"):
+    write_gguf(path, "qwen2", qwen2__expert_count=8)
+    with pytest.raises(UnsupportedModel, match="qwen2; GGUF files of mixtures of experts llama, qwen2moe"):
         hub_config(read_gguf(path))
     write_gguf(path, split__count=3)
     with pytest.raises(UnsupportedModel, match="llama-gguf-split"):

@@ -14,7 +14,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,9 @@ class _Family:
     model_type: str
     model_class: str
     interleaved_rotary: bool = False  # q and k rows are stored in pairs, as in Meta's rotary code
+    parts: Mapping[str, str] = field(default_factory=dict)  # names of a layer's parts, beside those of all families
+    rows: tuple[str, ...] = ()  # parts that are stored as a vector and expected as a matrix of one row
+    config: Callable[[GGUFFile], dict[str, Any]] = lambda _: {}  # what the config has beside the common values
 
 
 _FAMILIES = {
@@ -196,6 +199,75 @@ _FAMILIES = {
     "mistral": _Family("mistral", "MistralForCausalLM", interleaved_rotary=True),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
+}
+
+
+def _expert_parts(layer: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """The router and the experts, which are stored in one tensor per kind."""
+    experts = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
+    return {"ffn_gate_inp": f"{layer}.gate"} | {part: f"{layer}.experts.{name}" for part, name in experts.items()}
+
+
+def _shared_parts(name: str) -> dict[str, str]:
+    return {f"ffn_{part}_shexp": f"mlp.{name}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_EXPERT_PARTS = _expert_parts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def _mixtral_config(file: GGUFFile) -> dict[str, Any]:
+    get = _fields(file)
+    return {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count")}
+
+
+def _qwen_config(file: GGUFFile) -> dict[str, Any]:
+    get = _fields(file)
+    return {
+        "num_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": get("expert_shared_feed_forward_length", None),
+        "norm_topk_prob": get("expert_weights_norm", file.architecture == "qwen3moe"),
+    }
+
+
+def _ernie_config(file: GGUFFile) -> dict[str, Any]:
+    get = _fields(file)
+    return {
+        "moe_num_experts": get("expert_count"),
+        "moe_k": get("expert_used_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length"),
+        "moe_num_shared_experts": get("expert_shared_count", 0),
+        "moe_layer_start_index": get("leading_dense_block_count", 0),
+        "moe_layer_interval": get("interleave_moe_layer_step", 1),
+    }
+
+
+_MIXTURES = {
+    "llama": _Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        interleaved_rotary=True,
+        parts=_expert_parts("block_sparse_moe", "w1", "w3", "w2"),
+        config=_mixtral_config,
+    ),
+    "qwen2moe": _Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        parts=_EXPERT_PARTS | _shared_parts("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        rows=("ffn_gate_inp_shexp",),
+        config=_qwen_config,
+    ),
+    "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM", parts=_EXPERT_PARTS, config=_qwen_config),
+    "ernie4_5-moe": _Family(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        parts=_EXPERT_PARTS
+        | _shared_parts("shared_experts")
+        | {"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
+        rows=("exp_probs_b",),
+        config=_ernie_config,
+    ),
 }
 
 _DTYPES = {"F32": "float32", "F16": "float16"}  # quantised weights are computed in bfloat16
@@ -225,6 +297,11 @@ class NamedTensor:
     name: str
     stored: StoredTensor
     rotary_heads: int | None  # rows are in rotary pairs, head by head, and must be rearranged into halves
+    as_row: bool = False  # the vector is the only row of a matrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, *self.stored.shape) if self.as_row else self.stored.shape
 
 
 def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
@@ -237,17 +314,20 @@ def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
     for stored in file.tensors.values():
         if stored.name == ROPE_FACTORS:  # a table, not a weight; it is part of the config
             continue
-        name, part = _hub_name(file, stored.name)
-        named.append(NamedTensor(name, stored, paired.get(part) if family.interleaved_rotary else None))
+        name, part = _hub_name(file, family, stored.name)
+        heads_in_pairs = paired.get(part) if family.interleaved_rotary else None
+        named.append(NamedTensor(name, stored, heads_in_pairs, part in family.rows and len(stored.shape) == 1))
     return named
 
 
-def _hub_name(file: GGUFFile, name: str) -> tuple[str, str]:
+def _hub_name(file: GGUFFile, family: _Family, name: str) -> tuple[str, str]:
     """Return the hub name of a tensor, and the part of the model that it belongs to."""
     if match := _LAYER_NAME.fullmatch(name):
         layer, part, suffix = match.groups()
-        if part in _LAYER_PARTS:
-            return f"model.layers.{layer}.{_LAYER_PARTS[part]}.{suffix}", part
+        hub_part = family.parts.get(part) or _LAYER_PARTS.get(part)
+        if hub_part is not None:
+            ending = "" if hub_part.endswith(f"_{suffix}") else f".{suffix}"
+            return f"model.layers.{layer}.{hub_part}{ending}", part
     top, _, suffix = name.rpartition(".")
     if top in _TOP_PARTS:
         return f"{_TOP_PARTS[top]}.{suffix}", top
@@ -284,17 +364,19 @@ def hub_config(file: GGUFFile) -> dict[str, Any]:
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
         "dtype": _DTYPES.get(_tensor(file, "token_embd.weight").kind, "bfloat16"),
     }
+    config |= family.config(file)
     # A null window is kept: for `transformers`, a Mistral config without the key has a window.
     return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
 
 
 def _family(file: GGUFFile) -> _Family:
-    if file.architecture not in _FAMILIES:
-        known = ", ".join(_FAMILIES)
-        raise UnsupportedModel(f"{file.path} has architecture {file.architecture}; GGUF files of {known} are served")
-    if file.metadata.get(f"{file.architecture}.expert_count"):
-        raise UnsupportedModel(f"{file.path} is a mixture of experts; from GGUF only dense models are served")
-    return _FAMILIES[file.architecture]
+    families = _MIXTURES if file.metadata.get(f"{file.architecture}.expert_count") else _FAMILIES
+    if file.architecture not in families:
+        kind, known = "mixtures of experts " if families is _MIXTURES else "", ", ".join(families)
+        raise UnsupportedModel(
+            f"{file.path} has architecture {file.architecture}; GGUF files of {kind}{known} are served"
+        )
+    return families[file.architecture]
 
 
 _MISSING = object()

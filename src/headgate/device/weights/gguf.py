@@ -36,7 +36,7 @@ class GGUFWeights:
     def metadata(self) -> Mapping[str, TensorInfo]:
         refuse_checksums([OpenFile(self.path)], self.checksum)
         return {
-            tensor.name: TensorInfo(UNQUANTISED.get(tensor.stored.kind, self.dtype), tensor.stored.shape)
+            tensor.name: TensorInfo(UNQUANTISED.get(tensor.stored.kind, self.dtype), tensor.shape)
             for tensor in self._tensors
         }
 
@@ -45,7 +45,7 @@ class GGUFWeights:
             yield tensor.name, self._load(tensor)
 
     def _load(self, tensor: NamedTensor) -> torch.Tensor:
-        values = self._unpack(tensor.stored)
+        values = self._unpack(tensor.stored).reshape(tensor.shape)
         return values if tensor.rotary_heads is None else halves_from_pairs(values, tensor.rotary_heads)
 
     def _unpack(self, stored: StoredTensor) -> torch.Tensor:
