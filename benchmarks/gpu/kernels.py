@@ -24,7 +24,7 @@ from headgate.layers.batch import Batch
 from headgate.layers.formats import Floating
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton.attention import Program, Scratch, Tile, decode, prefill
-from headgate.layers.triton.elementwise import silu_mul
+from headgate.layers.triton.elementwise import gate_mul
 from headgate.layers.triton.matmul import Cut, invariant_cut, small_linear, vector_linear
 
 # Compiling takes most of the time: several processes compile a share each before one process does the timing.
@@ -160,7 +160,7 @@ def bench_one_medium(
     for gated in (False, True) if name == "gate_up" and len(x) <= 64 else (False,):
 
         def library(w: torch.Tensor, gated: bool = gated) -> torch.Tensor:
-            return silu_mul(F.linear(x, w)) if gated else F.linear(x, w)
+            return gate_mul(F.linear(x, w)) if gated else F.linear(x, w)
 
         kind = row | {"gated": gated}
         results.append(kind | {"cut": "cublas", "us": time_us([partial(library, w) for w in weights])})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from headgate.layers.backend import KV, Heads, Rotary
+from headgate.layers.backend import KV, Heads, Rotary, Softmax
 from headgate.layers.batch import Batch
 from headgate.layers.choice import available_backends, choose_backend
 from headgate.layers.formats import floating
@@ -97,6 +100,36 @@ def test_gate_up_computes_silu_of_the_gate_times_up(backend):
     close(backend.gate_up(x, matrix, None), expected, backend)
 
 
+def test_gate_up_computes_gelu_of_the_gate_times_up(backend):
+    gate, up, x = random(backend, 24, 40) / 3, random(backend, 24, 40) / 8, random(backend, 5, 40)
+    matrix = backend.gate_up_matrix(24, 40)
+    backend.pack_gate_up(matrix, floating(gate), 0)
+    backend.pack_gate_up(matrix, floating(up), 24)
+    activated = torch.nn.functional.gelu(x.float() @ gate.float().T, approximate="tanh")
+    close(backend.gate_up(x, matrix, None, "gelu_tanh"), activated * (x.float() @ up.float().T), backend)
+
+
+def test_a_float32_weight_of_a_norm_multiplies_before_rounding(backend):
+    x, weight = random(backend, 5, 40), torch.randn(40)
+    wide = x.float() / (x.float().square().mean(-1, keepdim=True) + 0.5).sqrt()
+    found = backend.rms_norm(x, weight, 0.5)
+    close(found, wide * weight, backend)
+    if backend.dtype == torch.bfloat16:
+        assert (found == (wide * weight).to(backend.dtype)).float().mean() > 0.9
+
+
+def test_a_float32_weight_norms_heads_before_they_are_rotated(backend):
+    batch, kv = one_slice(20, [3, 1]), backend.allocate_kv(5, BLOCK_SIZE)
+    qkv, weights = random(backend, 20, 8 * 16), torch.randn(2, 16)
+    q, k, _ = (part.clone().float() for part in qkv.view(20, 8, 16).split([4, 2, 2], dim=1))
+    expected = [
+        x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt() * w for x, w in zip((q, k), weights, strict=True)
+    ]
+    rotary = Rotary(torch.ones(20, 16), torch.zeros(20, 16), *weights, 0.5)
+    close(backend.rope_and_write(qkv, batch, rotary, kv).view(20, 4, 16), expected[0], backend)
+    close(backend.read_blocks(kv, torch.tensor([3, 1])).k.flatten(0, 1)[:20], expected[1], backend)
+
+
 def test_the_norm_adds_into_the_residual(backend):
     x, residual, weight = random(backend, 5, 40), random(backend, 5, 40), random(backend, 40)
     total = x + residual
@@ -179,3 +212,33 @@ def test_blocks_move_between_backends(backend):
 def test_kv_bytes_per_block_is_the_allocated_size(backend):
     kv = backend.allocate_kv(3, BLOCK_SIZE)
     assert kv.k.nbytes + kv.v.nbytes == 3 * backend.kv_bytes_per_block(BLOCK_SIZE)
+
+
+def test_sinks_are_those_of_transformers(backend):
+    """One more score per head, in the denominator only, as `transformers` computes it for gpt-oss."""
+    batch, kv = one_slice(20, [3, 1]), backend.allocate_kv(5, BLOCK_SIZE)
+    qkv = random(backend, 20, 8 * 16)
+    q, k, v = (part.clone().transpose(0, 1)[None] for part in qkv.view(20, 8, 16).split([4, 2, 2], dim=1))
+    layer = SimpleNamespace(num_key_value_groups=2, sinks=torch.tensor([-1.0, 0.5, 2.0, 6.0]), training=False)
+    distance = torch.arange(20)[:, None] - torch.arange(20)
+    for window in (None, 7):
+        hidden = (distance < 0) | (distance >= (window or 20))
+        mask = torch.zeros(20, 20).masked_fill(hidden, -torch.inf)
+        expected = eager_attention_forward(layer, q.float(), k.float(), v.float(), mask, scaling=0.3)[0]
+        turned = backend.rope_and_write(qkv.clone(), batch, unturned(20), kv)
+        found = backend.attention(turned, kv, batch, Softmax(scale=0.3, window=window, sinks=layer.sinks))
+        close(found, expected[0].flatten(1), backend)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-1.0, 0.5, 2.0, 6.0])], ids=["no sinks", "sinks"])
+def test_capped_scores_follow_the_formula(backend, sinks):
+    batch, kv = one_slice(20, [3, 1]), backend.allocate_kv(5, BLOCK_SIZE)
+    qkv = random(backend, 20, 8 * 16)
+    q, k, v = (part.clone().float() for part in qkv.view(20, 8, 16).split([4, 2, 2], dim=1))
+    scores = 1.5 * torch.tanh(torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.3 / 1.5)
+    weights = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).exp()
+    total = weights.sum(-1) + (0 if sinks is None else sinks.exp()[:, None])
+    expected = torch.einsum("hqk,khd->qhd", weights / total[..., None], v.repeat_interleave(2, 1))
+    turned = backend.rope_and_write(qkv, batch, unturned(20), kv)
+    found = backend.attention(turned, kv, batch, Softmax(scale=0.3, cap=1.5, sinks=sinks))
+    close(found, expected.flatten(1), backend)

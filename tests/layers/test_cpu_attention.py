@@ -56,6 +56,18 @@ def test_rms_norm_rounds_like_transformers(k, dtype, K):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wide_weight_multiplies_before_rounding_like_gemmas(k, dtype):
+    x, weight = random(1, 7, 577, dtype=dtype), random(2, 577, dtype=torch.float32)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    expected, rounded_first = (wide * weight).to(dtype), (wide.to(dtype) * weight).to(dtype)
+    out = k.rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(out, expected, rtol=1e-6 if dtype == torch.float32 else 0.008, atol=1e-7)
+    if dtype == torch.bfloat16:
+        assert (out == expected).float().mean() > 0.999 > (rounded_first == expected).float().mean()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm_adds_into_the_residual_and_norms_the_rounded_sum(k, dtype):
     x, residual, weight = (
         random(1, 40, 1000, dtype=dtype),
@@ -168,15 +180,20 @@ class Scene:
     tables: torch.Tensor
     scale: float
 
-    def reference(self, s: int, window: int = 0, first: int = 0) -> torch.Tensor:
+    def reference(
+        self, s: int, window: int = 0, first: int = 0, cap: float = 0.0, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the expected attention in float64, for the positions from `first` on."""
         q, keys, values = self.q[s][first:].double(), self.keys[s].double(), self.values[s].double()
         share = q.size(1) // keys.size(1)
         keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
         scores = torch.einsum("qhd,khd->hqk", q, keys) * self.scale
+        scores = cap * (scores / cap).tanh() if cap else scores
         distance = torch.arange(first, len(keys))[:, None] - torch.arange(len(keys))
         hidden = (distance < 0) | ((distance >= window) if window else False)
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp()[:, None])
+        return torch.einsum("hqk,khd->qhd", weights / total[..., None], values)
 
 
 def scene(
@@ -197,7 +214,14 @@ def scene(
     return Scene(q, keys, values, k_cache, v_cache, tables, D**-0.5)
 
 
-def attend(k: Kernels, on: Scene, slices: list[tuple[int, int, int]], window: int = 0) -> list[torch.Tensor]:
+def attend(
+    k: Kernels,
+    on: Scene,
+    slices: list[tuple[int, int, int]],
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     """Compute slices (sequence, first, last position) in one call; returns the result of each slice."""
     q = torch.cat([on.q[s][first:last] for s, first, last in slices])
     lengths = torch.tensor([0] + [last - first for _, first, last in slices])
@@ -205,7 +229,7 @@ def attend(k: Kernels, on: Scene, slices: list[tuple[int, int, int]], window: in
     tables = on.tables[[s for s, _, _ in slices]].contiguous()
     starts = lengths.cumsum(0).int()
     out = torch.full_like(q, float("nan"))
-    k.attention(q, on.k_cache, on.v_cache, starts, contexts, tables, on.scale, window, out=out)
+    k.attention(q, on.k_cache, on.v_cache, starts, contexts, tables, on.scale, window, cap, sinks, out=out)
     return list(out.split(lengths[1:].tolist()))
 
 
@@ -249,6 +273,23 @@ def test_a_window_hides_what_lies_before_it(k, dtype, window):
         torch.testing.assert_close(result.double(), on.reference(s, window), rtol=0, atol=TOLERANCE[dtype])
     for position in (0, 63, 511, 512, 799):
         assert attend(k, on, [(1, position, position + 1)], window)[0].equal(whole[1][position : position + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+@pytest.mark.parametrize("sinks", [None, (-2.0, 0.0, 3.0, 90.0)])
+@pytest.mark.parametrize("window", [0, 5])
+def test_caps_and_sinks_agree_with_a_float64_softmax_and_change_no_bit_of_a_lone_query(k, dtype, cap, sinks, window):
+    contexts = (40, 1100)
+    on = scene(k, dtype, list(contexts), 4, 2, 32)
+    with_sinks = None if sinks is None else torch.tensor(sinks)
+    whole = attend(k, on, [(s, 0, c) for s, c in enumerate(contexts)], window, cap, with_sinks)
+    for s, result in enumerate(whole):
+        expected = on.reference(s, window, cap=cap, sinks=with_sinks)
+        torch.testing.assert_close(result.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+    for position in (0, 63, 511, 512, 1099):
+        alone = attend(k, on, [(1, position, position + 1)], window, cap, with_sinks)[0]
+        assert alone.equal(whole[1][position : position + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -64,7 +64,7 @@ def assert_close(found, expected, dtype):
 class Case:
     """Slices of (queries, context) over a scattered cache, for both backends."""
 
-    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=True, fp8=NO_FP8, rotated=1.0):
+    def __init__(self, device, dtype, heads, slices, *, block_size=32, normed=None, fp8=NO_FP8, rotated=1.0):
         self.heads, self.dtype = heads, dtype
         self.plain, self.fast = TorchBackend(device, dtype, heads), triton_backend(device, dtype, heads, fp8)
         blocks = [-(-context // block_size) for _, context in slices]
@@ -91,7 +91,7 @@ class Case:
         self.plain.write_blocks(self.plain_kv, self.every, content)
         self.fast.write_blocks(self.fast_kv, self.every, content)
         cos, sin = (table.to(device) for table in Rope(10000.0, fraction=rotated).tables(heads.size, POSITIONS))
-        norms = [torch.randn(heads.size, device=device).to(dtype) for _ in range(2)] if normed else [None, None]
+        norms = [torch.randn(heads.size, device=device).to(normed) for _ in range(2)] if normed else [None, None]
         self.rotary = Rotary(cos, sin, *norms, 1e-6)
         self.qkv = torch.randn(len(places), (heads.query + 2 * heads.kv) * heads.size, device=device).to(dtype)
 
@@ -124,7 +124,7 @@ SHAPES = [Heads(4, 2, 64), Heads(3, 3, 80), Heads(6, 2, 96), Heads(4, 2, 128), H
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_queries_and_keys_are_normed_and_rotated_and_kv_is_written(device, dtypes, heads):
     for dtype in dtypes:
-        for normed in (True, False):
+        for normed in (dtype, torch.float32, None):
             Case(device, dtype, heads, [(3, 3), (1, 40), (5, 37)], normed=normed).check_rope()
 
 
@@ -132,7 +132,7 @@ def test_queries_and_keys_are_normed_and_rotated_and_kv_is_written(device, dtype
 def test_a_part_of_each_head_is_rotated(device, dtypes, rotated):
     for dtype in dtypes:
         for heads in SHAPES[1], SHAPES[3]:
-            for normed in (True, False):
+            for normed in (dtype, None):
                 Case(device, dtype, heads, [(3, 3), (1, 40)], normed=normed, rotated=rotated).check_rope()
 
 
@@ -143,6 +143,21 @@ def test_decode_attends_like_the_reference(device, dtypes, heads, window):
     for dtype in dtypes:
         slices = [(1, 1), (1, far), (1, 33), (1, 64)]
         Case(device, dtype, heads, slices, block_size=random.choice((16, 32, 64))).check_attention(window)
+
+
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_caps_and_sinks_are_those_of_the_reference(device, dtypes, cap, sunk):
+    heads = Heads(6, 2, 64)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 2.0, 4.0, 60.0], device=device) if sunk else None
+    for dtype in dtypes:
+        for window in (None, 20):
+            Case(device, dtype, heads, [(1, 1), (1, 70)]).check_attention(window, cap=cap, sinks=sinks)
+            Case(device, dtype, heads, [(1, 70), (1, 33)]).check_attention(window, splits=4, cap=cap, sinks=sinks)
+            mixed = Case(device, dtype, heads, [(7, 7), (1, 40), (5, 40)])
+            mixed.check_attention(window, cap=cap, sinks=sinks)
+            mixed.batch = replace(mixed.batch, singles=True)
+            mixed.check_attention(window, cap=cap, sinks=sinks)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 8, 64])
@@ -252,10 +267,13 @@ def test_norms_and_gates_are_those_of_the_reference(device, dtypes, columns):
         part = gate_up[:, columns // 2 : columns // 2 + columns]  # rows that are not adjacent
         assert_close(fast.rms_norm(part, weight, 1e-6), plain.rms_norm(part, weight, 1e-6), dtype)
 
-        from headgate.layers.triton.elementwise import silu_mul
+        from headgate.layers.triton.elementwise import gate_mul
 
         gate, up = gate_up.chunk(2, -1)
-        assert_close(silu_mul(gate_up), F.silu(gate) * up, dtype)
+        assert_close(gate_mul(gate_up), F.silu(gate) * up, dtype)
+        assert_close(gate_mul(gate_up, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up, dtype)
+        wide = torch.randn(columns, device=device)
+        assert_close(fast.rms_norm(x, wide, 1e-6), plain.rms_norm(x, wide, 1e-6), dtype)
 
 
 @pytest.mark.parametrize("count", [1, 3, 16, 50])
@@ -272,7 +290,9 @@ def test_products_of_a_few_rows_are_those_of_the_reference(device, dtypes, count
         plain.pack_gate_up(matrix, floating(weight), 0)
         given = bias if biased else None
         assert_close(fast.linear(x, matrix, given), plain.linear(x, matrix, given), dtype)
-        assert_close(fast.gate_up(x, matrix, given), plain.gate_up(x, matrix, given), dtype)
+        for activation in ("silu", "gelu_tanh"):
+            expected = plain.gate_up(x, matrix, given, activation)
+            assert_close(fast.gate_up(x, matrix, given, activation), expected, dtype)
         logits = fast.logits(x, matrix)
         assert logits.dtype == torch.float32
         assert_close(logits, x.double() @ weight.double().T, dtype)
@@ -345,7 +365,7 @@ def test_nan_stays_nan_in_eight_bits():
 
 def values_kept(device, *values):
     """The last values of a token after storage in an eight-bit cache."""
-    case = Case(device, torch.float32, Heads(2, 1, 32), [(1, 1)], normed=False, fp8=Fp8(kv=True))
+    case = Case(device, torch.float32, Heads(2, 1, 32), [(1, 1)], fp8=Fp8(kv=True))
     case.qkv[0, -len(values) :] = torch.tensor(values, device=device)
     case.fast.rope_and_write(case.qkv, case.batch, case.rotary, case.fast_kv)
     stored = case.fast.read_blocks(case.fast_kv, case.every).v.flatten(0, 2)

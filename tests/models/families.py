@@ -52,6 +52,24 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
     },
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 9,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+        },
+    },
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}},
 }
 
@@ -71,6 +89,8 @@ def write_family(
         corrections = ((name, each) for name, each in model.named_buffers() if name.endswith("correction_bias"))
         for name, parameter in (*model.named_parameters(), *corrections):
             parameter.copy_(filled(name, parameter, random))
+        if family.startswith("gemma"):  # which multiplies embeddings; a token would otherwise only repeat itself
+            model.get_input_embeddings().weight.div_(config.hidden_size**0.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     if tokenizer:
         write_tokenizer(folder)

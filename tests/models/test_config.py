@@ -124,7 +124,7 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "linear"}},
         "config.json: rope_parameters lacks factor",
     ),
-    ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; silu is"),
+    ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; silu, swish, gelu_pytorch_tanh are"),
     (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "the checkpoint is quantised with gptq; use float32, bfloat16, float16 weights",

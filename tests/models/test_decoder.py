@@ -117,6 +117,14 @@ CASES = {
         {"attention_bias": True, "use_qk_norm": False, "first_k_dense_replace": 2},
     ),
     "glm4 no biases": ("glm4", {"attention_bias": False}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 no caps, biases": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 capped logits": ("gemma3_text", {"final_logit_softcapping": 2.0}),
+    "llama gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "phi3": ("phi3", {}),
     "phi3 window, whole heads": (
         "phi3",

@@ -9,7 +9,9 @@ from tests.models.families import write_model
 from tests.models.pages import BACKENDS, BLOCK_SIZE, Pages, chunked, load, prompt
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "windowed", "qwen2_moe", "olmo2", "glm4", "glm4_moe"])
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3", "windowed", "qwen2_moe", "olmo2", "glm4", "glm4_moe", "gemma2"]
+)
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     if request.param == "windowed":

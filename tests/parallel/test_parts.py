@@ -29,6 +29,8 @@ KINDS = {
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "glm4_moe": ("glm4_moe", {}),
     "phi3": ("phi3", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {}),
 }
 
 

@@ -54,6 +54,9 @@ class Heads:
     size: int
 
 
+Activation = Literal["silu", "gelu_tanh"]  # of the gate of an MLP
+
+
 class KV(NamedTuple):
     """The cache of one layer. Block `b` is `k[b]` and `v[b]`, each contiguous; the backend defines the layout inside."""
 
@@ -78,6 +81,8 @@ class Softmax:
 
     scale: float  # multiplies the product of query and key
     window: int | None = None  # a query sees this many tokens, the last of which is its own; None: all
+    cap: float | None = None  # scores become `cap * tanh(score / cap)`
+    sinks: torch.Tensor | None = None  # [query heads] float32: the score of one more key, whose value is zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +165,10 @@ class Backend(Protocol):
     def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
         """Like `pack`; the gate starts at row 0, up at row `intermediate`."""
 
-    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        """`silu(gate) * up`, where `[gate, up] = x @ matrix.T + bias`"""
+    def gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, activation: Activation = "silu"
+    ) -> torch.Tensor:
+        """`activation(gate) * up`, where `[gate, up] = x @ matrix.T + bias`"""
 
     def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
         """Allocate `count` weights as `matrix` does."""
@@ -183,10 +190,13 @@ class Backend(Protocol):
         """The weighted sum of the MLPs of each row's experts. The gate is `silu(gate) * up` if none is given."""
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add `x` into `residual`, in place, and return the norm of the sum."""
+        """Add `x` into `residual`, in place, and return the norm of the sum; see `rms_norm`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the norm of each row of `x`. Rows are contiguous; they need not be adjacent."""
+        """Return the norm of each row of `x`. Rows are contiguous; they need not be adjacent.
+
+        The normed row is rounded to the dtype and multiplied by `weight`. A float32 `weight` multiplies before rounding.
+        """
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KV:
         """Allocate the cache of one layer."""

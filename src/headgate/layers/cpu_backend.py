@@ -10,7 +10,18 @@ import math
 
 import torch
 
-from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing, Softmax
+from headgate.layers.backend import (
+    KV,
+    Activation,
+    ClampedGate,
+    ExpertMatrices,
+    Heads,
+    Matrix,
+    Rotary,
+    Routed,
+    Routing,
+    Softmax,
+)
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
 from headgate.layers.cpu.kernels import LANES, kv_block_shapes
@@ -52,8 +63,11 @@ class CpuBackend:
     def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
         self.kernels.pack_pair_into(matrix.data, floating_numbers(weight).cpu(), 0, "up" if row else "gate")
 
-    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.kernels.linear_silu_mul(x, matrix.data, matrix.rows // 2, bias)
+    def gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, activation: Activation = "silu"
+    ) -> torch.Tensor:
+        gated = self.kernels.linear_silu_mul if activation == "silu" else self.kernels.linear_gelu_mul
+        return gated(x, matrix.data, matrix.rows // 2, bias)
 
     def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
         return self._stack(self.kernels.empty_packed_experts(count, rows, columns, self.dtype), rows, columns)
@@ -148,6 +162,8 @@ class CpuBackend:
             batch.block_tables,
             softmax.scale,
             softmax.window or 0,
+            softmax.cap or 0.0,
+            softmax.sinks,
         )
         return out.view(len(q), -1)
 

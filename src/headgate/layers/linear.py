@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import Backend, Matrix
+from headgate.layers.backend import Activation, Backend, Matrix
 from headgate.layers.formats import Weight
 from headgate.layers.parameter import WeightParameter, copied_to, tensor_parameter
 from headgate.layers.ranks import ALONE, Ranks, share
@@ -53,10 +53,12 @@ class Linear:
 
 
 class GateUp(Linear):
-    """Two parts, gate and up: computes `silu(gate) * up`. Its matrix is a `gate_up_matrix`."""
+    """Two parts, gate and up: computes `activation(gate) * up`. Its matrix is a `gate_up_matrix`."""
+
+    activation: Activation = "silu"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.backend.gate_up(x, self.matrix, self.bias)
+        return self.backend.gate_up(x, self.matrix, self.bias, self.activation)
 
     def pack(self, row: int, weight: Weight) -> None:
         self.backend.pack_gate_up(self.matrix, weight, row)

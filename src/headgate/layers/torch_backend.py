@@ -9,14 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from headgate.layers.backend import KV, ClampedGate, ExpertMatrices, Heads, Matrix, Rotary, Routed, Routing, Softmax
+from headgate.layers.backend import (
+    KV,
+    Activation,
+    ClampedGate,
+    ExpertMatrices,
+    Heads,
+    Matrix,
+    Rotary,
+    Routed,
+    Routing,
+    Softmax,
+)
 from headgate.layers.batch import Batch
 from headgate.layers.experts import clamped, compute_one_by_one, route
 from headgate.layers.formats import Floating, Weight, floating_numbers
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class TorchBackend:
@@ -53,9 +70,11 @@ class TorchBackend:
     def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
         self.pack(matrix, weight, row)
 
-    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    def gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, activation: Activation = "silu"
+    ) -> torch.Tensor:
         gate, up = self.linear(x, matrix, bias).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return ACTIVATIONS[activation](gate) * up
 
     def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
         return ExpertMatrices(tuple(self.matrix(rows, columns) for _ in range(count)))
@@ -137,9 +156,11 @@ class DeterministicTorchBackend(TorchBackend):
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         return row_by_row(lambda row: F.linear(row, matrix.data, bias), x)
 
-    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    def gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, activation: Activation = "silu"
+    ) -> torch.Tensor:
         gate, up = self.linear(x, matrix, bias).chunk(2, dim=-1)
-        return row_by_row(F.silu, gate) * up
+        return row_by_row(ACTIVATIONS[activation], gate) * up
 
     def clamped_gate_up(
         self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, gate: ClampedGate
@@ -177,7 +198,7 @@ def row_by_row(operation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tenso
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide * weight).to(x.dtype) if weight.dtype == torch.float32 else wide.to(x.dtype) * weight
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -201,5 +222,20 @@ def visible(span: Span, window: int | None, device: torch.device) -> torch.Tenso
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, softmax: Softmax) -> torch.Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if softmax.cap is not None or softmax.sinks is not None:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        return (key_weights(q, k, mask, softmax).to(v.dtype) @ v)[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def key_weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, softmax: Softmax) -> torch.Tensor:
+    """Return the weights `[1, heads, queries, keys]` in float32, step by step."""
+    scores = q.float() @ k.float().transpose(-1, -2) * softmax.scale
+    if softmax.cap is not None:
+        scores = (scores / softmax.cap).tanh() * softmax.cap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if softmax.sinks is None:
+        return scores.softmax(-1)
+    sinks = softmax.sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]

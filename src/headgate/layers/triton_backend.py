@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from headgate.layers.backend import (
     KV,
     NO_FP8,
+    Activation,
     ClampedGate,
     ExpertMatrices,
     Fp8,
@@ -32,7 +33,7 @@ from headgate.layers.formats import FP8, Floating, Fp8Rows, Weight, fp8_rows
 from headgate.layers.torch_backend import TorchBackend
 from headgate.layers.triton import experts
 from headgate.layers.triton.attention import Scratch, decode, prefill
-from headgate.layers.triton.elementwise import add_rms_norm, rms_norm, silu_mul
+from headgate.layers.triton.elementwise import add_rms_norm, gate_mul, rms_norm
 from headgate.layers.triton.matmul import (
     MAX_ROWS,
     MAX_ROWS_SMALL,
@@ -96,12 +97,14 @@ class TritonBackend(TorchBackend):
             return small_linear(x, matrix, bias)
         return self.library_linear(x, matrix, bias)
 
-    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    def gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, activation: Activation = "silu"
+    ) -> torch.Tensor:
         if len(x) == 1:
-            return vector_linear(x, matrix, bias, gated=True)
+            return vector_linear(x, matrix, bias, gated=activation)
         if self.beats_library(x, matrix):
-            return small_linear(x, matrix, bias, gated=True)
-        return silu_mul(self.library_linear(x, matrix, bias))
+            return small_linear(x, matrix, bias, gated=activation)
+        return gate_mul(self.library_linear(x, matrix, bias), activation)
 
     def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
         """Adjacent in memory, so that kernels find an expert by its number."""
@@ -211,8 +214,10 @@ class DeterministicTritonBackend(TritonBackend):
     def _cut(self, x: torch.Tensor, matrix: Matrix) -> Cut:
         return invariant_cut(len(x), matrix.rows, x.dtype, self.scratch.roomy)
 
-    def gate_up(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        return silu_mul(self.linear(x, matrix, bias))
+    def gate_up(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, activation: Activation = "silu"
+    ) -> torch.Tensor:
+        return gate_mul(self.linear(x, matrix, bias), activation)
 
     def attention(self, q: torch.Tensor, kv: KV, batch: Batch, softmax: Softmax) -> torch.Tensor:
         return prefill(q, kv, batch, softmax, self.heads)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from headgate.errors import NotAModel, UnsupportedModel
+from headgate.layers.backend import Activation
 from headgate.layers.rotary import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 from headgate.models.spec import (
     PRE_NORMS,
@@ -29,6 +30,7 @@ from headgate.models.spec import (
 )
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Several times the largest values of any published model. A larger number is a mistake or an attack, and is refused
@@ -83,6 +85,10 @@ class Config:
             raise UnsupportedModel(f"{self.name}: {key} is {value!r:.40}, which is too large or not a number")
         return float(value)
 
+    def optional(self, key: str) -> float | None:
+        """Return a number that may be absent."""
+        return None if self.values.get(key) is None else self.number(key)
+
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.get(key, bool, default))
 
@@ -128,7 +134,9 @@ def read_json(path: Path) -> Config:
 def decoder_spec(config: Config, layers: tuple[LayerSpec, ...], rope: Rope | None = None) -> ModelSpec:
     """Return the spec of the whole model; `layers` come from the architecture's own module, and `rope` may."""
     refuse_quantised(config)
-    refuse_activation(config)
+    activation = config.text("hidden_act", "silu")
+    if any(isinstance(layer.mlp, Experts) and known_activation(activation) != "silu" for layer in layers):
+        raise UnsupportedModel(f"experts with activation {activation!r} are not supported; silu is")
     heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
     spec = ModelSpec(
         architecture=config.architecture,
@@ -150,12 +158,19 @@ def decoder_spec(config: Config, layers: tuple[LayerSpec, ...], rope: Rope | Non
 
 
 def same_layers(
-    config: Config, attention: AttentionSpec, *, mlp_bias: bool = False, norms: NormNames = PRE_NORMS
+    config: Config,
+    attention: AttentionSpec,
+    *,
+    mlp_bias: bool = False,
+    norms: NormNames = PRE_NORMS,
+    activation: str | None = None,
 ) -> tuple[LayerSpec, ...]:
     """Return identical layers, as many as the config states."""
     count = config.whole("num_hidden_layers")
     refuse_less_than_one("layers", count)
-    return (LayerSpec(attention, Dense(config.whole("intermediate_size"), mlp_bias), norms),) * count
+    activation = activation or config.text("hidden_act", "silu")
+    mlp = Dense(config.whole("intermediate_size"), mlp_bias, known_activation(activation))
+    return (LayerSpec(attention, mlp, norms),) * count
 
 
 def sparse_layers(config: Config, attention: AttentionSpec, experts: Experts) -> tuple[LayerSpec, ...]:
@@ -185,10 +200,10 @@ def refuse_quantised(config: Config) -> None:
         raise UnsupportedModel(f"the checkpoint is quantised with {method}; use {', '.join(DTYPES)} weights")
 
 
-def refuse_activation(config: Config) -> None:
-    activation = config.text("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel(f"activation {activation!r} is not supported; silu is")
+def known_activation(name: str) -> Activation:
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {name!r} is not supported; {', '.join(ACTIVATIONS)} are")
+    return ACTIVATIONS[name]
 
 
 def checkpoint_dtype(config: Config) -> torch.dtype:

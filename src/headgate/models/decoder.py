@@ -17,9 +17,9 @@ import torch
 
 from headgate.layers.backend import KV, Backend, Rotary, Softmax
 from headgate.layers.batch import Batch
-from headgate.layers.linear import Embedding, Linear, SummedLinear, Unembedding
+from headgate.layers.linear import Embedding, Linear, SummedLinear, Unembedding, cut
 from headgate.layers.norm import Norm
-from headgate.layers.parameter import Layer, WeightParameter, rearranged, tensor_parameter, under
+from headgate.layers.parameter import Layer, WeightParameter, copied_to, rearranged, under
 from headgate.layers.ranks import ALONE, Ranks, share
 from headgate.layers.rotary import Rope
 from headgate.models.mixture import Mixture
@@ -34,9 +34,15 @@ class Attention:
         self, spec: ModelSpec, attention: AttentionSpec, backend: Backend, tables: Tables, ranks: Ranks
     ) -> None:
         self.backend = backend
-        self.rotary = rotary_of(spec, attention, backend, tables)
+        self.q_norm = norm_of(spec, backend, spec.head_dim) if attention.qk_norm else None
+        self.k_norm = norm_of(spec, backend, spec.head_dim) if attention.qk_norm else None
+        self.rotary = rotary_of(tables, self.q_norm, self.k_norm)
+        self.ranks, self.heads = ranks, spec.heads
         self.softmax = Softmax(
-            scale=spec.head_dim**-0.5 if attention.scale is None else attention.scale, window=attention.window
+            scale=spec.head_dim**-0.5 if attention.scale is None else attention.scale,
+            window=attention.window,
+            cap=attention.cap,
+            sinks=torch.empty(spec.heads // ranks.size, device=backend.device) if attention.sinks else None,
         )
         self.order = row_order(attention.rope or spec.rope, spec.head_dim)
         self.whole_norm = WholeNorm(spec, backend, ranks) if attention.whole_qk_norm else None
@@ -62,12 +68,16 @@ class Attention:
         for name, parameter in self.qkv.parameters():
             yield name, parameter if name.startswith("v_proj") else self._ordered(parameter)
         yield from self.out.parameters()
-        if self.rotary.q_norm is not None and self.rotary.k_norm is not None:
-            yield "q_norm.weight", self._ordered(tensor_parameter(self.rotary.q_norm))
-            yield "k_norm.weight", self._ordered(tensor_parameter(self.rotary.k_norm))
+        for prefix, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
+                for name, parameter in under(prefix, norm):
+                    yield name, self._ordered(parameter)
         if self.whole_norm is not None:
             for name, parameter in self.whole_norm.parameters():
                 yield name, self._ordered(parameter)
+        if self.softmax.sinks is not None:
+            write = cut(share(self.ranks, self.heads), copied_to(self.softmax.sinks))
+            yield "sinks", WeightParameter((self.heads,), write, self.softmax.sinks)
 
     def _ordered(self, parameter: WeightParameter) -> WeightParameter:
         """A parameter with a row per dimension of some heads, in the order in which backends rotate dimensions."""
@@ -82,8 +92,8 @@ class WholeNorm:
 
     def __init__(self, spec: ModelSpec, backend: Backend, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.q = Norm(backend, spec.heads * spec.head_dim, spec.rms_eps)
-        self.k = Norm(backend, spec.kv_heads * spec.head_dim, spec.rms_eps)
+        self.q = norm_of(spec, backend, spec.heads * spec.head_dim)
+        self.k = norm_of(spec, backend, spec.kv_heads * spec.head_dim)
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
         mine = [share(self.ranks, len(norm.weight)) for norm in (self.q, self.k)]
@@ -108,7 +118,7 @@ def mlp_of(hidden: int, mlp: Dense | Experts, backend: Backend, ranks: Ranks) ->
 
 class DecoderLayer:
     def __init__(self, spec: ModelSpec, layer: LayerSpec, backend: Backend, tables: Tables, ranks: Ranks) -> None:
-        self.norms = {name: Norm(backend, spec.hidden, spec.rms_eps) for name in astuple(layer.norms) if name}
+        self.norms = {name: norm_of(spec, backend, spec.hidden) for name in astuple(layer.norms) if name}
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             self.norms.get(name) for name in astuple(layer.norms)
         )
@@ -161,7 +171,7 @@ class Decoder:
         self.embedding = self.unembedding if spec.tied else Embedding(backend, spec.vocab, spec.hidden, ranks)
         tables = {rope: tables_of(rope, spec, backend) for rope in spec.ropes}
         self.layers = [build_layer(spec, layer, backend, tables[spec.rope_of(layer)], ranks) for layer in spec.layers]
-        self.norm = Norm(backend, spec.hidden, spec.rms_eps)
+        self.norm = norm_of(spec, backend, spec.hidden)
 
     def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
         """Return the hidden states of all tokens, normed and ready for `logits`."""
@@ -176,7 +186,10 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of `hidden` in float32, `[rows, vocab]`."""
         logits = self.unembedding(hidden)
-        return logits if self.spec.logits_divisor == 1 else logits.div_(self.spec.logits_divisor)
+        if self.spec.logits_divisor != 1:
+            logits = logits.div_(self.spec.logits_divisor)
+        cap = self.spec.logits_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
         """Allocate the cache of each layer, in the backend's layout."""
@@ -204,9 +217,12 @@ def row_order(rope: Rope, head_dim: int) -> torch.Tensor | None:
     return rope.halves(head_dim) if rope.interleaved else None
 
 
-def rotary_of(spec: ModelSpec, attention: AttentionSpec, backend: Backend, tables: Tables) -> Rotary:
-    """Return the rotation of one layer: the tables, which all layers share, and the layer's own norms."""
-    if not attention.qk_norm:
+def norm_of(spec: ModelSpec, backend: Backend, size: int) -> Norm:
+    return Norm(backend, size, spec.rms_eps, wide=spec.wide_norms, offset=spec.norm_offset)
+
+
+def rotary_of(tables: Tables, q_norm: Norm | None, k_norm: Norm | None) -> Rotary:
+    """Return the rotation of one layer: the tables, which layers share, and the layer's own norms."""
+    if q_norm is None or k_norm is None:
         return Rotary(*tables)
-    q_norm, k_norm = torch.empty(2, spec.head_dim, dtype=backend.dtype, device=backend.device)
-    return Rotary(*tables, q_norm, k_norm, spec.rms_eps)
+    return Rotary(*tables, q_norm.weight, k_norm.weight, q_norm.eps)

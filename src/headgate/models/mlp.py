@@ -23,6 +23,7 @@ class MLP:
             bias=mlp.bias,
             ranks=ranks,
         )
+        self.gate_up.activation = mlp.activation
         inputs = backend.matrix(hidden, intermediate // ranks.size)
         self.down = SummedLinear(backend, inputs, "down_proj", bias=mlp.bias, ranks=ranks)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headgate.models.config import Config, decoder_spec, same_layers
 from headgate.models.spec import AttentionSpec, ModelSpec, NormNames
 
@@ -17,4 +19,4 @@ def olmo2(config: Config) -> ModelSpec:
     config = config.otherwise(rms_norm_eps=1e-5)
     bias = config.flag("attention_bias")
     attention = AttentionSpec(whole_qk_norm=True, qkv_bias=bias, out_bias=bias)
-    return decoder_spec(config, same_layers(config, attention, norms=NORMS))
+    return replace(decoder_spec(config, same_layers(config, attention, norms=NORMS)), wide_norms=True)

@@ -16,6 +16,8 @@ from headgate.models.config import Config, eos_ids, read_config, read_json
 from headgate.models.decoder import Decoder
 from headgate.models.ernie4_5 import ernie4_5
 from headgate.models.ernie4_5_moe import ernie4_5_moe
+from headgate.models.gemma2 import gemma2
+from headgate.models.gemma3 import gemma3
 from headgate.models.glm4 import glm4
 from headgate.models.glm4_moe import glm4_moe
 from headgate.models.granite import granite
@@ -44,6 +46,8 @@ class Architecture:
 ARCHITECTURES = {
     "Ernie4_5ForCausalLM": Architecture(ernie4_5, Decoder),
     "Ernie4_5_MoeForCausalLM": Architecture(ernie4_5_moe, Decoder),
+    "Gemma2ForCausalLM": Architecture(gemma2, Decoder),
+    "Gemma3ForCausalLM": Architecture(gemma3, Decoder),
     "Glm4ForCausalLM": Architecture(glm4, Decoder),
     "Glm4MoeForCausalLM": Architecture(glm4_moe, Decoder),
     "GraniteForCausalLM": Architecture(granite, Decoder),

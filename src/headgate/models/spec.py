@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from headgate.errors import UnsupportedModel
-from headgate.layers.backend import ClampedGate, Routing
+from headgate.layers.backend import Activation, ClampedGate, Routing
 from headgate.layers.rotary import LongScaling, Rope
 
 
@@ -23,19 +23,23 @@ class AttentionSpec:
     qk_norm: bool = False
     whole_qk_norm: bool = False  # one norm for the queries of all heads together, and one for the keys
     scale: float | None = None  # of the scores; None: the inverse square root of the head size
+    cap: float | None = None  # scores become `cap * tanh(score / cap)`
+    sinks: bool = False  # each head has one more score, which is a parameter, and no value for it
     rope: Rope | None = None  # None: that of the model
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise UnsupportedModel("a sliding window shorter than one token sees nothing")
+        refuse_cap(self.cap)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """An MLP whose weights all tokens share: `down(silu(gate(x)) * up(x))`."""
+    """An MLP whose weights all tokens share: `down(activation(gate(x)) * up(x))`."""
 
     intermediate: int
     bias: bool = False
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         refuse_less_than_one("intermediate", self.intermediate)
@@ -142,6 +146,9 @@ class ModelSpec:
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_divisor: float = 1.0
     unused: tuple[str, ...] = ()  # how the names of checkpoint tensors begin that only predict further tokens
+    logits_cap: float | None = None  # logits become `cap * tanh(logit / cap)`
+    wide_norms: bool = False  # weights of norms multiply before the result is rounded to the dtype
+    norm_offset: float = 0.0  # added to the weights of norms
 
     def __post_init__(self) -> None:
         refuse_less_than_one("layers", len(self.layers))
@@ -161,6 +168,7 @@ class ModelSpec:
                 )
         if not self.logits_divisor:
             raise UnsupportedModel("logits cannot be divided by zero")
+        refuse_cap(self.logits_cap)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -191,6 +199,11 @@ class ModelSpec:
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         layers = sum(attention + layer.mlp.num_parameters(self.hidden) for layer in self.layers)
         return layers + (1 if self.tied else 2) * self.vocab * self.hidden
+
+
+def refuse_cap(cap: float | None) -> None:
+    if cap is not None and cap <= 0:
+        raise UnsupportedModel(f"scores and logits cannot be capped at {cap}")
 
 
 def refuse_less_than_one(name: str, value: int) -> None:

@@ -112,7 +112,7 @@ template <class T> struct RowGroup {
     }
 
     // Scores of row r to probabilities relative to the highest score seen so far in this split.
-    HG_INLINE void soften_chunks(RowGroup& self, int64_t r, float scale, int64_t from, int64_t count,
+    HG_INLINE void soften_chunks(RowGroup& self, int64_t r, float scale, float cap, int64_t from, int64_t count,
                                  const float* scores, Left* out, int64_t padded) {
         f32x16 s[kTileChunks], highest = set1(kNothingSeen);
         mask16 seen[kTileChunks];
@@ -122,6 +122,7 @@ template <class T> struct RowGroup {
             const uint32_t upto = uint32_t(max64(0, min64(kLanes, self.position[r] + 1 - base)));
             seen[c] = mask_from_bits(((1u << upto) - 1) & ~((1u << below) - 1));
             s[c] = mul(load(scores + (c * self.rows + r) * kLanes), set1(scale));
+            if (cap > 0) s[c] = mul(set1(cap), tanh(mul(s[c], set1(1.0f / cap))));
             highest = vmax(highest, select(seen[c], s[c], set1(kNothingSeen)));
         }
         const float old = self.top[r], now = reduce_max(highest);
@@ -142,7 +143,7 @@ template <class T> struct RowGroup {
             memset(out, 0, kProbabilityEntries * sizeof(Left));
             return;
         }
-        soften_chunks(*this, r, context.args.scale, from, count, scores, out, context.padded);
+        soften_chunks(*this, r, context.args.scale, context.args.cap, from, count, scores, out, context.padded);
     }
     HG_INLINE void rescale(RowGroup& self, int64_t r, f32x16 factor, int64_t padded) {
         store(self.sum[r], mul(load(self.sum[r]), factor));
@@ -248,7 +249,9 @@ template <class T> struct Attention {
 
     void finish_row(const AttentionTask& task, int64_t row, const Partial& result) const {
         T* out = static_cast<T*>(args.out) + row_offset(task, row, args.heads * args.cache.head_size);
-        const f32x16 inverse = set1(1.0f / result.sum);
+        const float* sink = args.sinks ? args.sinks + task.head * shared + row % shared : nullptr;
+        const float sum = sink ? result.sum + first_lane(exp(set1(*sink - result.top))) : result.sum;
+        const f32x16 inverse = set1(1.0f / sum);
         for (int64_t d = 0; d < args.cache.head_size; d += kLanes) {
             // + 0 turns a negative zero, which masked tokens may or may not have touched, into the positive one
             f32x16 value = add(mul(load(result.values + d), inverse), zero());

@@ -87,6 +87,17 @@ void* optional_data(const MaybeTensor& t, const Tensor& like, int64_t numel, con
     return t ? contiguous_data<void>(*t, like.scalar_type(), numel, what) : nullptr;
 }
 
+// Whether the weight of a norm is wider than the numbers that it multiplies.
+bool is_wide(const Tensor& weight, const Tensor& like) { return weight.scalar_type() != like.scalar_type(); }
+
+void* weight_data(const Tensor& t, const Tensor& like, int64_t numel, const char* what) {
+    return contiguous_data<void>(t, is_wide(t, like) ? at::kFloat : like.scalar_type(), numel, what);
+}
+
+void* optional_weight(const MaybeTensor& t, const Tensor& like, int64_t numel, const char* what) {
+    return t ? weight_data(*t, like, numel, what) : nullptr;
+}
+
 void check_rows(const Tensor& t, const char* what) {
     TORCH_CHECK(t.dim() == 2 && (t.stride(1) == 1 || t.size(1) == 1), what, " must have two dimensions, the last contiguous");
 }
@@ -185,6 +196,11 @@ public:
         return product(x, packed, N, bias, x.scalar_type(), out, {Gate::silu, 0, 0});
     }
 
+    Tensor linear_gelu_mul(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias,
+                           const MaybeTensor& out) const {
+        return product(x, packed, N, bias, x.scalar_type(), out, {Gate::gelu, 0, 0});
+    }
+
     std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top, bool sigmoid, bool normalised, double scale,
                                      int64_t groups, int64_t top_groups, const MaybeTensor& bias) const {
         const int64_t tokens = logits.size(0), experts = logits.size(1);
@@ -254,8 +270,10 @@ public:
                       contiguous_data<int64_t>(slots, at::kLong, T, "slots"),
                       contiguous_data<float>(cos, at::kFloat, cos.numel(), "cos"),
                       contiguous_data<float>(sin, at::kFloat, cos.numel(), "sin"), rotary,
-                      optional_data(q_weight, qkv, D, "q_weight"), optional_data(k_weight, qkv, D, "k_weight"),
-                      float(eps), cache, dtype_of(qkv)};
+                      optional_weight(q_weight, qkv, D, "q_weight"), optional_weight(k_weight, qkv, D, "k_weight"),
+                      float(eps), cache, dtype_of(qkv), q_weight && is_wide(*q_weight, qkv)};
+        TORCH_CHECK(!q_weight == !k_weight && (!q_weight || q_weight->scalar_type() == k_weight->scalar_type()),
+                    "q_weight and k_weight differ in dtype, or one is missing");
         check_slots(args.slots, T, k_cache.size(0) * cache.block_size);
         for (int64_t t = 0; t < T; ++t)
             TORCH_CHECK_INDEX(args.positions[t] >= 0 && args.positions[t] < cos.size(0), "position ",
@@ -276,8 +294,8 @@ public:
     }
 
     Tensor attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& query_starts,
-                     const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window,
-                     const MaybeTensor& out) const {
+                     const Tensor& context_lens, const Tensor& block_tables, double scale, int64_t window, double cap,
+                     const MaybeTensor& sinks, const MaybeTensor& out) const {
         TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && q.stride(1) == q.size(2), "q must be [T, H, D], heads contiguous");
         check_same_dtype(q, k_cache);
         const int64_t S = context_lens.numel();
@@ -289,7 +307,9 @@ public:
                            contiguous_data<int32_t>(query_starts, at::kInt, S + 1, "query_starts"),
                            contiguous_data<int32_t>(context_lens, at::kInt, S, "context_lens"),
                            contiguous_data<int32_t>(block_tables, at::kInt, block_tables.numel(), "block_tables"),
-                           S, block_tables.size(1), float(scale), window, dtype_of(q)};
+                           S, block_tables.size(1), float(scale), window, float(cap),
+                           sinks ? contiguous_data<float>(*sinks, at::kFloat, q.size(1), "sinks") : nullptr,
+                           dtype_of(q)};
         check_sequences(args, q.size(0));
         pybind11::gil_scoped_release unlocked;
         kernels_.attention(runtime(), args);
@@ -416,8 +436,8 @@ private:
         const int64_t rows = x.size(0), K = x.size(1);
         Tensor result = output(out, x.sizes(), x, x.scalar_type());
         kernels_.rms_norm(runtime(), {x.data_ptr(), x.stride(0), residual,
-                                      contiguous_data<void>(weight, x.scalar_type(), K, "weight"), result.data_ptr(),
-                                      rows, K, float(eps), dtype_of(x)});
+                                      weight_data(weight, x, K, "weight"), result.data_ptr(), rows, K, float(eps),
+                                      dtype_of(x), is_wide(weight, x)});
         return result;
     }
 
@@ -447,6 +467,7 @@ PYBIND11_MODULE(HEADGATE_MODULE, m) {
         .def("unpack_rows", &KernelSet::unpack_rows)
         .def("linear", &KernelSet::linear)
         .def("linear_silu_mul", &KernelSet::linear_silu_mul)
+        .def("linear_gelu_mul", &KernelSet::linear_gelu_mul)
         .def("route", &KernelSet::route)
         .def("experts", &KernelSet::experts)
         .def("rms_norm", &KernelSet::rms_norm)

@@ -83,16 +83,21 @@ template <class T> HG_INLINE float sum_of_squares(const T* x, int64_t K) {
     return reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-template <class T> HG_INLINE void norm_row(T* out, const T* x, const T* weight, int64_t K, float eps) {
+// A wide weight is float32 and multiplies before the rounding, as in transformers' Gemma2RMSNorm.
+template <class T>
+HG_INLINE void norm_row(T* out, const T* x, const void* weight, bool wide, int64_t K, float eps) {
     const float inverse = inverse_rms(sum_of_squares(x, K), K, eps);
     for (int64_t k = 0; k < K; k += kLanes) {
         const int64_t n = min64(kLanes, K - k);
-        store_n(out + k, scale_normed<T>(load_n(x + k, n), inverse, load_n(weight + k, n)), n);
+        const f32x16 value = load_n(x + k, n);
+        if (wide)
+            store_n(out + k, mul(load_n(static_cast<const float*>(weight) + k, n), mul(value, set1(inverse))), n);
+        else
+            store_n(out + k, scale_normed<T>(value, inverse, load_n(static_cast<const T*>(weight) + k, n)), n);
     }
 }
 
 template <class T> void rms_norm_rows(const Runtime& runtime, const NormArgs& args) {
-    const T* weight = static_cast<const T*>(args.weight);
     for_each_run_if_worth(runtime, args.rows, args.rows * args.K, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
             const T* x = static_cast<const T*>(args.x) + i * args.x_stride;
@@ -104,7 +109,7 @@ template <class T> void rms_norm_rows(const Runtime& runtime, const NormArgs& ar
                 }
                 x = sum;
             }
-            norm_row(static_cast<T*>(args.out) + i * args.K, x, weight, args.K, args.eps);
+            norm_row(static_cast<T*>(args.out) + i * args.K, x, args.weight, args.wide, args.K, args.eps);
         }
     });
 }
@@ -161,7 +166,7 @@ template <class T> void rope_and_write_tokens(const Runtime& runtime, const Rope
             for (int64_t h = 0; h < args.heads + HK; ++h) {
                 T* head = heads + h * D;
                 const void* weight = h < args.heads ? args.q_weight : args.k_weight;
-                if (weight) norm_row(head, head, static_cast<const T*>(weight), D, args.eps);
+                if (weight) norm_row(head, head, weight, args.wide, D, args.eps);
                 rotate(head, cos, sin, args.rotary);
             }
             if (args.slots[t] < 0) continue;

@@ -198,6 +198,15 @@ template <class T> HG_INLINE f32x16 silu_mul(f32x16 gate, f32x16 up) {
     return mul(round_to<T>(silu), round_to<T>(up));
 }
 
+// The same with `F.gelu(gate, approximate="tanh")`, which is gate * sigmoid(2 u).
+template <class T> HG_INLINE f32x16 gelu_mul(f32x16 gate, f32x16 up) {
+    gate = round_to<T>(gate);
+    const f32x16 cube = mul(mul(gate, gate), gate);
+    const f32x16 twice_u = mul(set1(1.5957691216f), fma(cube, set1(0.044715f), gate));
+    const f32x16 gelu = div(gate, add(set1(1.0f), exp(sub(zero(), twice_u))));
+    return mul(round_to<T>(gelu), round_to<T>(up));
+}
+
 // gate * sigmoid(alpha * gate) * (up + 1) of clamped values, with the roundings of torch's eager operations in T.
 template <class T> HG_INLINE f32x16 clamped_mul(f32x16 gate, f32x16 up, const Gating& gating) {
     const f32x16 limit = set1(gating.limit);
@@ -209,7 +218,8 @@ template <class T> HG_INLINE f32x16 clamped_mul(f32x16 gate, f32x16 up, const Ga
 }
 
 template <class T> HG_INLINE f32x16 gated(f32x16 gate, f32x16 up, const Gating& gating) {
-    return gating.gate == Gate::clamped ? clamped_mul<T>(gate, up, gating) : silu_mul<T>(gate, up);
+    if (gating.gate == Gate::clamped) return clamped_mul<T>(gate, up, gating);
+    return gating.gate == Gate::gelu ? gelu_mul<T>(gate, up) : silu_mul<T>(gate, up);
 }
 
 HG_INLINE bool is_gated(const LinearArgs& args) { return args.gating.gate != Gate::none; }

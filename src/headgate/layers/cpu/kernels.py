@@ -112,6 +112,13 @@ class Kernels:
         result: Tensor = self._set.linear_silu_mul(x, packed, N, bias, out)
         return result
 
+    def linear_gelu_mul(
+        self, x: Tensor, packed: Tensor, N: int, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Like `linear_silu_mul`, with the `tanh` approximation of `gelu`."""
+        result: Tensor = self._set.linear_gelu_mul(x, packed, N, bias, out)
+        return result
+
     # Mixtures of experts
 
     def empty_packed_experts(self, count: int, N: int, K: int, dtype: torch.dtype) -> Tensor:
@@ -165,7 +172,10 @@ class Kernels:
     # Norms
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-        """RMS norm. Rounds like transformers' `LlamaRMSNorm`: to the dtype first, then multiplies by `weight`."""
+        """RMS norm. Rounds like transformers' `LlamaRMSNorm`: to the dtype first, then multiplies by `weight`.
+
+        A float32 `weight` multiplies before the rounding, as in transformers' `Gemma2RMSNorm`.
+        """
         result: Tensor = self._set.rms_norm(x, weight, eps, out)
         return result
 
@@ -233,15 +243,19 @@ class Kernels:
         block_tables: Tensor,
         scale: float,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of `q[T, H, D]`, for prefill and decode.
 
         Query i of sequence s is at position `context_lens[s] - query length + i`. It sees the cache up to that
         position, or the last `window` positions of that. `query_starts`, `context_lens` and `block_tables` are int32.
+        With a `cap`, scores become `cap * tanh(score / cap)`. `sinks` (float32 `[H]`) are added to the scores of each
+        head as that of one more key, whose value is zero.
         """
         result: Tensor = self._set.attention(
-            q, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window, out
+            q, k_cache, v_cache, query_starts, context_lens, block_tables, scale, window, cap, sinks, out
         )
         return result
 

@@ -273,6 +273,11 @@ HG_INLINE f32x16 exp(f32x16 x) {
     return mul(y, as_float(shift_left<23>(iadd(to_int(n), iset1(127)))));
 }
 
+// With an absolute error of about 1e-7.
+HG_INLINE f32x16 tanh(f32x16 x) {
+    return sub(set1(1.0f), div(set1(2.0f), add(exp(add(x, x)), set1(1.0f))));
+}
+
 // log(1 + r) + exponent * log(2), with 1 + r between sqrt(1/2) and sqrt(2).
 HG_INLINE f32x16 log_reduced(f32x16 r, f32x16 exponent) {
     f32x16 square = mul(r, r);

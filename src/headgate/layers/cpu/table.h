@@ -24,6 +24,7 @@ constexpr int64_t kMaxHeadSize = 256;
 enum class Gate : int {
     none,     // there are no pairs
     silu,     // silu(gate) * up
+    gelu,     // gelu(gate) * up, with the tanh approximation of gelu
     clamped,  // gate * sigmoid(alpha * gate) * (up + 1), of values clamped to the limit
 };
 
@@ -84,6 +85,7 @@ struct NormArgs {
     int64_t rows, K;
     float eps;
     Dtype dtype;
+    bool wide;  // the weight is float32 and multiplies before the result is rounded
 };
 
 struct KvCache {
@@ -103,6 +105,7 @@ struct RopeArgs {
     float eps;
     KvCache cache;
     Dtype dtype;
+    bool wide;  // the weights are float32; see NormArgs
 };
 
 struct CopyKvArgs {
@@ -124,6 +127,8 @@ struct AttentionArgs {
     int64_t sequences, table_stride;
     float scale;
     int64_t window;
+    float cap;           // scores become cap * tanh(score / cap), unless it is 0
+    const float* sinks;  // [H]: the score of one more key of each head, whose value is zero, or null
     Dtype dtype;
 };
 

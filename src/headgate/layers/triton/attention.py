@@ -150,13 +150,14 @@ def decode(
         scratch.partial,
         scratch.stats,
         scratch.counters,
-        softmax.scale * LOG2E,
-        softmax.window or 0,
+        *score_arguments(softmax, q),
         q.stride(0),
         batch.block_tables.stride(0),
         ORDERED=batch.order is not None,
         AMONG=among is not None,
         WINDOWED=softmax.window is not None,
+        CAPPED=softmax.cap is not None,
+        SINKS=softmax.sinks is not None,
         SPLITS=splits,
         KV_HEADS=heads.kv,
         GROUP=group,
@@ -205,11 +206,12 @@ def prefill(
         batch.context_lens,
         out,
         slices,
-        softmax.scale * LOG2E,
-        softmax.window or 0,
+        *score_arguments(softmax, q),
         q.stride(0),
         batch.block_tables.stride(0),
         WINDOWED=softmax.window is not None,
+        CAPPED=softmax.cap is not None,
+        SINKS=softmax.sinks is not None,
         SINGLES=singles,
         KV_HEADS=heads.kv,
         GROUP=group,
@@ -225,6 +227,30 @@ def prefill(
         **overlap(q),
     )
     return out
+
+
+def score_arguments(softmax: Softmax, q: torch.Tensor) -> tuple[float, float, int, torch.Tensor]:
+    """Return scale, cap, window and sinks for a kernel. Scores are in base two; see `scored`."""
+    sinks = q if softmax.sinks is None else softmax.sinks
+    if softmax.cap is None:
+        return softmax.scale * LOG2E, 0.0, softmax.window or 0, sinks
+    return softmax.scale / softmax.cap, softmax.cap * LOG2E, softmax.window or 0, sinks
+
+
+@triton.jit
+def scored(products, scale, cap, CAPPED: tl.constexpr):
+    """Return the scores for products of queries and keys."""
+    scores = products * scale
+    if CAPPED:
+        scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0))  # cap * tanh(scores)
+    return scores
+
+
+@triton.jit
+def with_sink(total, best, sink):
+    """Return the sum of a softmax with one more score, in base e. `best` is the maximum of the other scores."""
+    # The maximum of an empty context is minus infinity.
+    return total + tl.exp2(sink * 1.4426950408889634 - tl.where(best == -float("inf"), 0.0, best))
 
 
 @triton.jit
@@ -253,9 +279,22 @@ def load_block(at, seen, column, MASKED: tl.constexpr, SIZE: tl.constexpr, PADDE
 
 
 @triton.jit
-def attend(query, keys, values, seen, best, total, acc, scale, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def attend(
+    query,
+    keys,
+    values,
+    seen,
+    best,
+    total,
+    acc,
+    scale,
+    cap,
+    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Update the running maximum, sum and average of a softmax with more keys."""
-    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
+    scores = scored(tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION), scale, cap, CAPPED)
     if MASKED:
         scores = tl.where(seen[None, :], scores, -float("inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
@@ -285,12 +324,16 @@ def decode_kernel(
     stats,
     counters,
     scale,
+    cap,
     window,
+    sinks,
     q_stride,
     table_stride,
     ORDERED: tl.constexpr,
     AMONG: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -338,17 +381,21 @@ def decode_kernel(
         seen = (position >= first) & (position < context)
         keys = load_block(k + at + within, seen, column, WINDOWED, SIZE, PADDED)
         values = load_block(v + at + within, seen, column, WINDOWED, SIZE, PADDED)
-        best, total, acc = attend(query, keys, values, seen, best, total, acc, scale, WINDOWED, PRECISION)
+        best, total, acc = attend(
+            query, keys, values, seen, best, total, acc, scale, cap, WINDOWED, CAPPED, PRECISION
+        )
     if (begin <= whole) & (whole < end):
         at = (tl.load(table + whole).to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * SIZE)
         seen = whole * BLOCK_SIZE + key < context
         keys = load_block(k + at + within, seen, column, True, SIZE, PADDED)
         values = load_block(v + at + within, seen, column, True, SIZE, PADDED)
-        best, total, acc = attend(query, keys, values, seen, best, total, acc, scale, True, PRECISION)
+        best, total, acc = attend(query, keys, values, seen, best, total, acc, scale, cap, True, CAPPED, PRECISION)
 
     out_at = out + (token * KV_HEADS + head) * GROUP * SIZE
     if SPLITS == 1:
         # A context of length 0 is padding; its result is zero.
+        if SINKS:
+            total = with_sink(total, best, tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=0.0))
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_at + row[:, None] * SIZE + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:
@@ -362,11 +409,31 @@ def decode_kernel(
         if done == SPLITS - 1:
             tl.store(counters + sequence * KV_HEADS + head, 0)
             for member in tl.static_range(GROUP):
-                combine(partial, stats, out_at + member * SIZE, mine + member * SPLITS, SPLITS, SIZE, PADDED)
+                combine(
+                    partial,
+                    stats,
+                    sinks + head * GROUP + member,
+                    out_at + member * SIZE,
+                    mine + member * SPLITS,
+                    SINKS,
+                    SPLITS,
+                    SIZE,
+                    PADDED,
+                )
 
 
 @triton.jit
-def combine(partial, stats, out, first, SPLITS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def combine(
+    partial,
+    stats,
+    sink,
+    out,
+    first,
+    SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """Compute the result of one head from its splits, which other programs have just written."""
     slot, column = first + tl.arange(0, SPLITS), tl.arange(0, PADDED)
     best = tl.load(stats + 2 * slot, cache_modifier=".cg")
@@ -375,6 +442,8 @@ def combine(partial, stats, out, first, SPLITS: tl.constexpr, SIZE: tl.constexpr
     # For padding, all splits are empty, and their maximum is minus infinity.
     share = tl.exp2(best - tl.where(highest == -float("inf"), 0.0, highest))
     total = tl.sum(total * share, 0)
+    if SINKS:
+        total = with_sink(total, highest, tl.load(sink))
     parts = tl.load(
         partial + slot[:, None] * SIZE + column[None, :],
         mask=(column < SIZE)[None, :],
@@ -412,10 +481,14 @@ def prefill_kernel(
     out,
     slices,
     scale,
+    cap,
     window,
+    sinks,
     q_stride,
     table_stride,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     SINGLES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -465,7 +538,7 @@ def prefill_kernel(
         at = key_rows(table, position, head, known, KV_HEADS, BLOCK_SIZE, SIZE)
         keys = tl.load(k + at[None, :] + column[:, None], mask=known[None, :] & (column < SIZE)[:, None], other=0.0)
         values = tl.load(v + at[:, None] + column[None, :], mask=known[:, None] & (column < SIZE)[None, :], other=0.0)
-        scores = tl.dot(query, keys.to(query.dtype), input_precision=PRECISION) * scale
+        scores = scored(tl.dot(query, keys.to(query.dtype), input_precision=PRECISION), scale, cap, CAPPED)
         seen = position[None, :] <= query_position[:, None]
         if WINDOWED:
             seen = seen & (position[None, :] > query_position[:, None] - window)
@@ -480,6 +553,8 @@ def prefill_kernel(
         acc = acc * fade[:, None] + tl.dot(weights.to(query.dtype), values, input_precision=PRECISION)
         best = new_best
 
+    if SINKS:
+        total = with_sink(total, best, tl.load(sinks + head * GROUP + row % GROUP, mask=used, other=0.0))
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_at = out + (token * (KV_HEADS * GROUP * SIZE) + head_at)[:, None] + column[None, :]
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)

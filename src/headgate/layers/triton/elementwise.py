@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from headgate.layers.backend import Activation
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 GATE_BLOCK = 1024
@@ -44,13 +45,14 @@ def launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Te
     return out
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of contiguous `[rows, gate and up side by side]`."""
+def gate_mul(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """`activation(gate) * up` of contiguous `[rows, gate and up side by side]`."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, columns)
     if rows:
         grid = (rows, triton.cdiv(columns, GATE_BLOCK))
-        launch(silu_mul_kernel, grid, gate_up, out, columns, BLOCK=GATE_BLOCK, num_warps=4, **overlap(out))
+        gelu = activation == "gelu_tanh"
+        launch(gate_mul_kernel, grid, gate_up, out, columns, GELU=gelu, BLOCK=GATE_BLOCK, num_warps=4, **overlap(out))
     return out
 
 
@@ -71,17 +73,33 @@ def rms_norm_kernel(
         tl.store(residual + at, held, mask=inside)
         wide = held.to(tl.float32)
     wide *= 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / columns + eps)
-    scaled = wide.to(out.dtype.element_ty).to(tl.float32) * scales
+    scaled = times_weight(wide, scales, out.dtype.element_ty)
     tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def times_weight(normed, weight, dtype: tl.constexpr):
+    """Multiply what a norm gives by its weight, which is rounded to `dtype` first unless the weight is wider."""
+    if weight.dtype == tl.float32:
+        return normed * weight
+    return normed.to(dtype).to(tl.float32) * weight
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """`silu`, or `gelu` in its `tanh` approximation."""
+    x = gate
+    if GELU:
+        x = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gate_mul_kernel(gate_up, out, columns, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     wait_for_previous(PDL)
     gate = tl.load(gate_up + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate))
-    tl.store(out + row * columns + column, (gated * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + column, (activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)

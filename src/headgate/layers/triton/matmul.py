@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headgate.layers.backend import Matrix
+from headgate.layers.backend import Activation, Matrix
+from headgate.layers.triton.elementwise import activated
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 
 MAX_ROWS = 16
@@ -79,14 +80,14 @@ def small_linear(
     matrix: Matrix,
     bias: torch.Tensor | None,
     *,
-    gated: bool = False,
+    gated: Activation | None = None,
     cut: Cut | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x @ matrix.T + bias` of contiguous rows; with `gated`, `silu(first half) * second half`."""
+    """`x @ matrix.T + bias` of contiguous rows; with `gated`, the activation of the first half times the second half."""
     count, columns = x.shape
     rows = matrix.rows // 2 if gated else matrix.rows
-    cut = cut or cut_for(count, rows, columns, gated)
+    cut = cut or cut_for(count, rows, columns, gated is not None)
     out = x.new_empty(count, rows, dtype=out_dtype or x.dtype)
     launch(
         linear_kernel,
@@ -101,7 +102,8 @@ def small_linear(
         COLUMNS=columns,
         BIASED=bias is not None,
         SCALED=matrix.scale is not None,
-        GATED=gated,
+        GATED=gated is not None,
+        GELU=gated == "gelu_tanh",
         TOKENS=cut.tokens,
         ROWS=cut.rows,
         STEP=cut.columns,
@@ -124,7 +126,7 @@ def vector_linear(
     matrix: Matrix,
     bias: torch.Tensor | None,
     *,
-    gated: bool = False,
+    gated: Activation | None = None,
     cut: Cut | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
@@ -145,7 +147,8 @@ def vector_linear(
         COLUMNS=columns,
         BIASED=bias is not None,
         SCALED=matrix.scale is not None,
-        GATED=gated,
+        GATED=gated is not None,
+        GELU=gated == "gelu_tanh",
         ROWS=cut.rows,
         STEP=cut.columns,
         num_warps=cut.warps,
@@ -166,6 +169,7 @@ def vector_linear_kernel(
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     PDL: tl.constexpr,
@@ -200,7 +204,7 @@ def vector_linear_kernel(
             other *= tl.load(scale + rows + row, mask=owned, other=0.0)
         if BIASED:
             other += tl.load(bias + rows + row, mask=owned, other=0.0).to(tl.float32)
-        acc = acc / (1.0 + tl.exp(-acc)) * other
+        acc = activated(acc, GELU) * other
     tl.store(out + row, acc.to(out.dtype.element_ty), mask=owned)
 
 
@@ -217,6 +221,7 @@ def linear_kernel(
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -250,6 +255,6 @@ def linear_kernel(
         if GATED:
             other += tl.load(bias + rows + row, mask=owned, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * other
+        acc = activated(acc, GELU) * other
     mask = owned[:, None] & (token < count)[None, :]
     tl.store(out + token[None, :] * rows + row[:, None], acc.to(out.dtype.element_ty), mask=mask)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from headgate.layers.backend import KV, Heads, Rotary
+from headgate.layers.triton.elementwise import times_weight
 from headgate.layers.triton.launch import launch, overlap, wait_for_previous
 from headgate.layers.triton.rounding import to_stored
 
@@ -119,6 +120,6 @@ def load_normed(at, weights, one, other, inside, known, eps, NORMED: tl.constexp
         scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + eps)
         weight_first = tl.load(weights + one, mask=known, other=0.0)
         weight_second = tl.load(weights + other, mask=known, other=0.0)
-        first = (first * scale[:, None]).to(dtype).to(tl.float32) * weight_first
-        second = (second * scale[:, None]).to(dtype).to(tl.float32) * weight_second
+        first = times_weight(first * scale[:, None], weight_first, dtype)
+        second = times_weight(second * scale[:, None], weight_second, dtype)
     return first, second
