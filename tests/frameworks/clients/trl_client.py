@@ -1,4 +1,4 @@
-"""Checks of TRL's `VLLMClient`, with which synchronous trainers generate and score: `trl_sync.py`, `trl_serve.py`."""
+"""Checks of TRL's `VLLMClient`, with which synchronous trainers generate and score: `trl.py`, `trl_serve.py`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def a_batch_of_ids_has_all_its_answers(client: Any, url: str) -> None:
     assert [len(ids) for ids in answers["completion_ids"]] == [5] * 4
     assert answers["logprob_token_ids"] == [[[id] for id in ids] for ids in answers["completion_ids"]]
     assert all(value <= 0 for rows in answers["logprobs"] for row in rows for value in row)
+
+
+def greedy_answers_equal_those_of_a_direct_call(client: Any, url: str) -> None:
+    answers = client.generate(PROMPTS, temperature=0.0, max_tokens=8, generation_kwargs={"ignore_eos": True})
+    body = {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    (direct,) = ask(f"{url}/v1/completions", body)["choices"]
+    assert answers["completion_ids"][0] == direct["token_ids"]
 
 
 def a_batch_of_texts_is_answered_with_its_ids(client: Any, url: str) -> None:
@@ -67,6 +74,15 @@ def sequences_are_scored_from_the_end_of_their_prompts(client: Any, url: str) ->
     assert all(abs(a - b) < 1e-4 for a, b in zip(actual, expected, strict=True)), (actual, expected)
 
 
+def scores_of_an_answer_equal_its_log_probabilities(client: Any, url: str) -> None:
+    answers = client.generate(PROMPTS[:1], temperature=0.0, max_tokens=8, generation_kwargs={"ignore_eos": True})
+    sequence = PROMPTS[0] + answers["completion_ids"][0]
+    scores = client.get_sequence_logprobs([sequence], [len(PROMPTS[0])], top_logprobs=5)
+    pairs = zip(scores["actual_logprobs"][0], answers["logprobs"][0], strict=True)
+    assert all(abs(score - logprob) < 1e-3 for (score,), (logprob,) in pairs)
+    assert [top[0] for top in scores["logprob_token_ids"][0]] == answers["completion_ids"][0]
+
+
 def the_prefix_cache_can_be_reset(client: Any, url: str) -> None:
     body = {"prompt": [9] * 200, "max_tokens": 1}
     ask(f"{url}/v1/completions", body)
@@ -76,11 +92,13 @@ def the_prefix_cache_can_be_reset(client: Any, url: str) -> None:
 
 CHECKS = (
     a_batch_of_ids_has_all_its_answers,
+    greedy_answers_equal_those_of_a_direct_call,
     a_batch_of_texts_is_answered_with_its_ids,
     logprobs_can_be_left_out,
     a_pattern_constrains_generate_and_chat,
     conversations_are_rendered_by_the_server,
     sequences_are_scored_from_the_end_of_their_prompts,
+    scores_of_an_answer_equal_its_log_probabilities,
     the_prefix_cache_can_be_reset,
 )
 
