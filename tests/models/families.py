@@ -40,6 +40,14 @@ OWN: dict[str, dict[str, Any]] = {
         "moe_k": 2,
         "moe_intermediate_size": 48,
     },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+        "intermediate_size": 64,
+    },
     "glm4_moe": {
         "num_hidden_layers": 3,
         "head_dim": 16,

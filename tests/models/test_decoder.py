@@ -110,6 +110,11 @@ CASES = {
             "moe_num_shared_experts": 0,
         },
     ),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss full attention, no biases": (
+        "gpt_oss",
+        {"layer_types": ["full_attention", "full_attention"], "attention_bias": False},
+    ),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     "glm4_moe biases, no norms": (

@@ -10,7 +10,8 @@ from tests.models.pages import BACKENDS, BLOCK_SIZE, Pages, chunked, load, promp
 
 
 @pytest.fixture(
-    scope="module", params=["llama", "qwen3", "windowed", "qwen2_moe", "olmo2", "glm4", "glm4_moe", "gemma2"]
+    scope="module",
+    params=["llama", "qwen3", "windowed", "qwen2_moe", "olmo2", "glm4", "glm4_moe", "gpt_oss", "gemma2"],
 )
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")

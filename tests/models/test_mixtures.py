@@ -24,6 +24,8 @@ ERNIE = {
 }
 GLM = ERNIE | {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 16}
 
+OSS = ERNIE | {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 4}
+
 
 def read(values, **more):
     return spec_of(Config("config.json", values | more))
@@ -46,6 +48,14 @@ def test_glm_has_experts_after_some_dense_layers():
     assert read(GLM).rope.dimensions(16) == 8
 
 
+def test_gpt_oss_has_windows_in_every_other_layer_and_scaled_angles_by_default():
+    spec = read(OSS)
+    assert [layer.attention.window for layer in spec.layers] == [128, None, 128, None]
+    assert (spec.head_dim, spec.rope.theta, spec.rope.scaling.factor) == (64, 150_000.0, 32.0)
+    assert read(OSS, rope_parameters={"rope_type": "default", "rope_theta": 5.0}).rope.scaling is None
+    assert read(OSS, quantization_config={"quant_method": "mxfp4"}) == spec
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -55,6 +65,9 @@ def test_glm_has_experts_after_some_dense_layers():
         (ERNIE | {"moe_layer_interval": 0}, "moe_layer_interval = 0"),
         (ERNIE | {"moe_num_experts": 2**20}, "moe_num_experts is 1048576; the maximum is 16384"),
         (ERNIE | {"moe_k": 65}, "each token uses 65 of 64 experts"),
+        (OSS | {"swiglu_limit": 0}, "swiglu_limit 0.0 is not supported; it must be positive"),
+        (OSS | {"layer_types": ["full_attention"]}, "1 layer types are given for 4 layers"),
+        (OSS | {"quantization_config": {"quant_method": "gptq"}}, "the checkpoint is quantised with gptq"),
         (GLM | {"n_group": 3}, "1 of 3 groups of 128 experts cannot be chosen"),
         (GLM | {"n_group": 32, "num_experts_per_tok": 8}, "1 groups have fewer than 8 experts"),
         (GLM | {"num_nextn_predict_layers": 65}, "num_nextn_predict_layers is 65; the maximum is 64"),

@@ -28,6 +28,7 @@ KINDS = {
     "glm4": ("glm4", {}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "glm4_moe": ("glm4_moe", {}),
+    "gpt_oss": ("gpt_oss", {}),
     "phi3": ("phi3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {}),

@@ -20,6 +20,7 @@ from headgate.models.gemma2 import gemma2
 from headgate.models.gemma3 import gemma3
 from headgate.models.glm4 import glm4
 from headgate.models.glm4_moe import glm4_moe
+from headgate.models.gpt_oss import gpt_oss
 from headgate.models.granite import granite
 from headgate.models.llama import llama
 from headgate.models.mistral import mistral
@@ -50,6 +51,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(gemma3, Decoder),
     "Glm4ForCausalLM": Architecture(glm4, Decoder),
     "Glm4MoeForCausalLM": Architecture(glm4_moe, Decoder),
+    "GptOssForCausalLM": Architecture(gpt_oss, Decoder),
     "GraniteForCausalLM": Architecture(granite, Decoder),
     "LlamaForCausalLM": Architecture(llama, Decoder),
     "MistralForCausalLM": Architecture(mistral, Decoder),
