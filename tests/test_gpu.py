@@ -10,6 +10,7 @@ import torch
 from headgate.contract.sampling import SamplingParams
 from headgate.offline import LLM
 from headgate.testing.tiny import tiny_model
+from tests.models.families import write_model
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +23,14 @@ MODELS = {
     "qwen3_moe": {"head_dim": 64},
     "qwen2_moe": {"hidden_size": 256},
     "mixtral": {"hidden_size": 256},
+    "ernie4_5": {"head_dim": 64},
+    "smollm3": {"hidden_size": 256},
+    "olmo2": {"hidden_size": 256},
+    "granite": {"hidden_size": 256},
+    "glm4": {"head_dim": 64},
+    "gemma2": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64},
+    "phi3": {"hidden_size": 256},
 }
 ADJUSTED = [
     {"top_k": 5},
@@ -59,7 +68,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_greedy_answers_in_float32_are_those_of_the_cpu(tmp_path, architecture):
-    folder = tiny_model(tmp_path, architecture, **MODELS[architecture])
+    folder = write_model(tmp_path, architecture, **MODELS[architecture])
     asked = prompts(1, 5, 16, 31, 64, 100, 200)
     assert on_gpu(folder, asked, GREEDY) == on_cpu(folder, asked, GREEDY)
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import Exaone4Config, Exaone4ForCausalLM
+from transformers import ArceeConfig, ArceeForCausalLM
 
 from headgate.errors import RequestError, UnsupportedModel
 from headgate.layers.ranks import ALONE
@@ -25,13 +25,13 @@ PAGE = Path(__file__).parents[2] / "docs/architectures.md"
 
 
 @pytest.fixture
-def exaone4(monkeypatch) -> ModuleType:
+def arcee(monkeypatch) -> ModuleType:
     """The file that the documentation shows, with its row in the registry."""
     text = PAGE.read_text("utf-8")
     (source,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    module = ModuleType("exaone4")
+    module = ModuleType("arcee")
     exec(compile(source, str(PAGE), "exec"), module.__dict__)
-    (row,) = re.findall(r'`("Exaone4ForCausalLM": .*?)`\.', text)
+    (row,) = re.findall(r'`("ArceeForCausalLM": .*?)`\.', text)
     shown = eval(f"{{{row}}}", {"Architecture": Architecture} | module.__dict__)
     for name, architecture in shown.items():
         monkeypatch.setitem(ARCHITECTURES, name, architecture)
@@ -41,7 +41,7 @@ def exaone4(monkeypatch) -> ModuleType:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     torch.manual_seed(0)
-    config = Exaone4Config(
+    config = ArceeConfig(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=96,
@@ -49,15 +49,13 @@ def folder(tmp_path_factory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        sliding_window=None,
-        layer_types=["full_attention"] * 3,
         initializer_range=0.2,
     )
-    model = Exaone4ForCausalLM(config)
+    model = ArceeForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # all ones as they are made, which would hide a norm that is left out
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-    folder = tmp_path_factory.mktemp("exaone4")
+    folder = tmp_path_factory.mktemp("arcee")
     model.save_pretrained(folder)
     return folder
 
@@ -68,22 +66,22 @@ def test_the_documentation_quotes_the_qwen2_function_exactly():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_architecture_that_the_documentation_adds_computes_what_transformers_computes(exaone4, folder, backend):
+def test_the_architecture_that_the_documentation_adds_computes_what_transformers_computes(arcee, folder, backend):
     pages, tokens = Pages(load(folder, backend=backend)), prompt(50)
     logits = torch.cat([pages.step({"a": chunk})["a"] for chunk in chunked(tokens, 7, 1, 30)])
     torch.testing.assert_close(logits, reference_logits(folder, tokens), rtol=0, atol=1e-4)
 
 
-def test_the_architecture_that_the_documentation_adds_refuses_what_it_does_not_compute(exaone4):
-    values = {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 4096}
-    with pytest.raises(UnsupportedModel, match="EXAONE 4 with a sliding_window is not supported"):
+def test_the_architecture_that_the_documentation_adds_refuses_what_it_does_not_compute(arcee):
+    values = {"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}
+    with pytest.raises(UnsupportedModel, match="Arcee with activation 'silu' or mlp_bias is not supported"):
         spec_of(Config("config.json", values))
 
 
 def test_an_architecture_without_a_row_is_refused(folder):
     with pytest.raises(
         UnsupportedModel,
-        match=r"architecture Exaone4ForCausalLM is not supported; Ernie4_5ForCausalLM, .*LlamaForCausalLM,",
+        match=r"architecture ArceeForCausalLM is not supported; Ernie4_5ForCausalLM, .*LlamaForCausalLM,",
     ):
         read_spec(folder)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 
 from headgate.errors import NotAModel, UnsupportedModel
-from headgate.layers.rotary import LinearScaling, Llama3Scaling, YarnScaling
-from headgate.models import read_spec
+from headgate.layers.rotary import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from headgate.models import Config, read_spec, spec_of
 from headgate.models.registry import ARCHITECTURES
 from headgate.models.spec import AttentionSpec, Dense, LayerSpec
 from headgate.testing.tiny import tiny_config, tiny_model
@@ -194,3 +195,65 @@ def test_a_config_that_is_not_json_is_refused(tmp_path, text, sentence):
 
 def test_a_tiny_model_is_a_model(tmp_path):
     assert read_spec(tiny_model(tmp_path)).architecture == "LlamaForCausalLM"
+
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+OF_FAMILIES = [
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope"} | FACTORS | {"long_factor": [1.0]}},
+        "must be 8 numbers each",
+    ),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope"} | FACTORS | {"long_factor": ["1"] * 8}},
+        "not positive numbers",
+    ),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "lacks long_factor"),
+    ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "cannot rotate 24 dimensions of heads of 16"),
+    ("glm4", {"partial_rotary_factor": 0.2}, "cannot rotate 3 dimensions of heads of 16"),
+    ("granite", {"logits_scaling": 0}, "logits cannot be divided by zero"),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers and layer_types must have 2 entries each"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval = 0 is not valid"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0; it must be positive"),
+    ("gemma2", {"attn_logit_softcapping": -1.0}, "cannot be capped at -1.0"),
+    ("gemma2", {"hidden_activation": "gelu"}, "activation 'gelu' is not supported"),
+    ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention' is not supported"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "Gemma 3 with attn_logit_softcapping is not supported"),
+    ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0 is not valid"),
+]
+CLASSES = {
+    "phi3": "Phi3",
+    "glm4": "Glm4",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+}
+
+
+@pytest.mark.parametrize(("family", "overrides", "sentence"), OF_FAMILIES)
+def test_an_unsupported_variant_of_a_family_is_refused_by_name(family, overrides, sentence):
+    own = {"architectures": [f"{CLASSES[family]}ForCausalLM"], "head_dim": 16, "rope_parameters": {"rope_theta": 1e4}}
+    values = tiny_config("llama", "float32") | own | {"hidden_activation": None} | overrides
+    with pytest.raises(UnsupportedModel) as refused:
+        spec_of(Config("config.json", values))
+    assert sentence in str(refused.value)
+
+
+def test_gemma_3_reads_two_rotary_bases_from_configs_before_transformers_5():
+    own = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "num_hidden_layers": 6, "sliding_window": 9}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    values = tiny_config("llama", "float32") | {"rope_parameters": None, "hidden_act": None} | own | old
+    spec = spec_of(Config("config.json", values))
+    assert [spec.rope_of(layer) for layer in spec.layers] == [Rope(1e4)] * 5 + [Rope(1e6, LinearScaling(8.0))]
+    assert [layer.attention.window for layer in spec.layers] == [9] * 5 + [None]
+
+
+def test_phi_3_reads_the_earlier_names_of_longrope():
+    values = tiny_config("llama", "float32") | {"architectures": ["Phi3ForCausalLM"], "rope_parameters": None}
+    scaling = {"type": "su"} | FACTORS
+    spec = spec_of(Config("config.json", values | {"rope_scaling": scaling, "original_max_position_embeddings": 64}))
+    magnitude = (1 + math.log(8) / math.log(64)) ** 0.5
+    assert spec.rope.scaling == LongScaling((1.0,) * 8, (2.0,) * 8, 64, magnitude)
