@@ -80,6 +80,7 @@ def made_pages() -> dict[str, str]:
     }
 
 
+IMAGE = re.compile(r"!\[([^\[\]]*)\]\((?!\w+:)([^()\s]+)\)")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^()\s]+)\)")
 
 
@@ -87,6 +88,11 @@ def relinked(markdown: str, page: str) -> str:
     """Turn links between files of the repository into links between pages; a target that is no page loses its link."""
     source = PurePosixPath(FROM_ROOT.get(page, f"docs/{page}"))
     pages = {name: path for path, name in FROM_ROOT.items()}
+
+    def place_image(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        file = os.path.normpath(source.parent / target).removeprefix("docs/")
+        return f"![{text}]({os.path.relpath(file, PurePosixPath(page).parent)})"
 
     def place(match: re.Match[str]) -> str:
         text, target = match.groups()
@@ -98,7 +104,7 @@ def relinked(markdown: str, page: str) -> str:
         here = os.path.relpath(found, PurePosixPath(page).parent)
         return f"[{text}]({here}{'#' * bool(anchor)}{anchor})"
 
-    return LINK.sub(place, markdown)
+    return LINK.sub(place, IMAGE.sub(place_image, markdown))
 
 
 # --------------------------------------------------------------------------------------------------------- HTTP API

@@ -46,6 +46,7 @@ class Recording:
 
     pieces: list[tuple[float, str]]
     killed_s: float = 0.0
+    moved_s: float = 0.0  # when the router asked the second server
     pid: int = 0  # of the server that was killed
     workers: tuple[str, ...] = ()  # that generated the answer, in order
 
@@ -55,9 +56,8 @@ class Recording:
 
     @property
     def resumed(self) -> int:
-        """The first piece of the second server: the one after the longest gap since the kill."""
-        after = [at for at in range(1, len(self.pieces)) if self.pieces[at][0] >= self.killed_s]
-        return max(after, key=lambda at: self.pieces[at][0] - self.pieces[at - 1][0])
+        """The first piece of the second server."""
+        return next(at for at, (second, _) in enumerate(self.pieces) if second >= self.moved_s)
 
     @property
     def gap_s(self) -> float:
@@ -90,19 +90,23 @@ def fleet(model: str | None) -> Iterator[str]:
 
 def stream(http: httpx.Client, kill: bool) -> Recording:
     pieces: list[tuple[float, str]] = []
-    killed_s, pid = 0.0, 0
+    killed: list[tuple[float, int]] = []
     began = time.monotonic()
+    killer = threading.Thread(target=lambda: killed.append((kill_server(http), time.monotonic() - began)[::-1]))
     with http.stream("POST", "/v1/chat/completions", json=BODY) as response:
         response.raise_for_status()
         for event in events(response):
             piece = event["choices"][0]["delta"].get("content") if event.get("choices") else None
             if piece:
                 pieces.append((time.monotonic() - began, piece))
-            if kill and not pid and len(pieces) >= KILL_AFTER:
-                pid, killed_s = kill_server(http), time.monotonic() - began
-    report = http.get(f"/v1/requests/{response.headers['X-Request-Id']}").json()
-    stages = report.get("stages", [])
-    return Recording(pieces, killed_s, pid, tuple(stage["worker"] for stage in stages))
+            if kill and len(pieces) == KILL_AFTER and not killer.ident:
+                killer.start()  # not here: the time of the next piece must be that of its arrival
+    if not kill:
+        return Recording(pieces)
+    killer.join()
+    stages = http.get(f"/v1/requests/{response.headers['X-Request-Id']}").json()["stages"]
+    workers = tuple(stage["worker"] for stage in stages)
+    return Recording(pieces, killed[0][0], stages[-1]["began_s"], killed[0][1], workers)
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -179,7 +183,7 @@ def draw(recording: Recording) -> str:
             LEFT + 170,
             bottom,
             "second",
-            f"the other server continues {1000 * recording.gap_s:.0f} ms later",
+            f"the other server continues, {1000 * recording.gap_s:.0f} ms after the last text",
             appear(recording.pieces[resumed][0], whole),
         ),
         label(LEFT, bottom + LINE + 4, "text", verdict, appear(end, whole)),
@@ -195,6 +199,7 @@ def from_zero(recording: Recording) -> Recording:
         recording,
         pieces=[(second - late, piece) for second, piece in recording.pieces],
         killed_s=recording.killed_s - late,
+        moved_s=recording.moved_s - late,
     )
 
 

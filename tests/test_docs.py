@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -34,17 +35,18 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "be
 TRANSLATED = [("README.md", "README.zh-CN.md"), ("docs/quickstart.md", "docs/quickstart.zh-CN.md")]
 
 
-def load_hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("documentation_hooks", ROOT / "docs/hooks.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"documentation_{name}", ROOT / f"docs/{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="module")
 def hooks() -> ModuleType:
-    return load_hooks()
+    return load("hooks")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +160,9 @@ def test_the_check_finds_links():
         ("index.md", "[a](docs/rl.md)", "[a](rl.md)"),
         ("index.md", "[a](ARCHITECTURE.md#seams)", "[a](architecture.md#seams)"),
         ("index.md", "[a](docs/decisions)", "a"),
+        ("index.md", "![a](docs/images/kill.svg)", "![a](images/kill.svg)"),
+        ("dashboard.md", "![a](images/chaos.png)", "![a](images/chaos.png)"),
+        ("decisions/0002.md", "![a](../images/chaos.png)", "![a](../images/chaos.png)"),
         ("performance.md", "[`r`](../benchmarks/results)", "`r`"),
         ("decisions/0002.md", "[a](../../ARCHITECTURE.md)", "[a](../architecture.md)"),
         ("rl.md", "[a](lifecycle.md#stop)", "[a](lifecycle.md#stop)"),
@@ -215,6 +220,52 @@ def test_a_translation_shows_the_same_code_and_the_same_sections(ours, theirs):
         for text in (original, translation)
     ]
     assert sorted(code[0]) == sorted(code[1])
+
+
+def test_figures_of_the_readme_stand_in_the_pages_that_it_links():
+    """The README repeats no figure that has since changed."""
+    measured = (ROOT / "docs/performance.md").read_text("utf-8")
+    section = (ROOT / "README.md").read_text("utf-8").split("## How fast")[1].split("\n## ")[0]
+    figures = set(re.findall(r"(?<![\w.-])\d[\d,.]*\d(?![\w.-])", section))
+    assert len(figures) > 10
+    assert [
+        figure for figure in figures if not re.search(rf"(?<![\d,.]){re.escape(figure)}(?![\d,]|\.\d)", measured)
+    ] == []
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+def drawn(svg: str) -> tuple[str, list[float]]:
+    """The stream in the picture: its text, and the times at which its parts appear."""
+    root = ElementTree.fromstring(svg)
+    spans = [each for each in root.iter() if each.tag.endswith("tspan")]
+    times = [float(animation.get("keyTimes", "").split(";")[1]) for span in spans for animation in span]
+    assert len(times) == len(spans)
+    return " ".join("".join(each.text or "" for each in spans).split()), times
+
+
+def test_the_recording_of_a_kill_is_drawn_whole_and_in_order():
+    record = load("record")
+    pieces = [(0.2 + 0.03 * at, f" word{at}" + "\n" * (at == 50)) for at in range(100)]
+    recording = record.Recording(pieces, killed_s=1.4, moved_s=1.5, pid=77, workers=("a", "b"))
+    svg = record.draw(recording)
+    text, times = drawn(svg)
+    assert "".join(text.split()) == "".join(recording.text.split())
+    assert times == sorted(times) and times[-1] < 1
+    assert recording.pieces[recording.resumed] == pieces[44]
+    shown = re.findall(r'class="(first|second)">([^<]*)', svg)
+    assert [text for kind, text in shown if kind == "first"][-1].endswith("word43")
+    assert next(text for kind, text in shown if kind == "second").startswith(" word44")
+    assert "$ kill -9 77" in svg
+
+
+def test_the_stored_recording_is_small_and_readable_in_light_and_dark():
+    svg = (ROOT / "docs/images/kill.svg").read_text("utf-8")
+    text, times = drawn(svg)
+    assert len(svg.encode()) < 60_000 and "prefers-color-scheme:dark" in svg
+    assert len(text) > 400 and times == sorted(times) and len(times) > 50
+    assert 'class="first"' in svg and 'class="second"' in svg and "http://www.w3.org/2000/svg" in svg
 
 
 # ----------------------------------------------------------------------------------------------------------- snippets
