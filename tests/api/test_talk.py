@@ -110,7 +110,11 @@ def stalled_server() -> Iterator[tuple[str, threading.Event]]:
 def test_an_interrupt_stops_the_answer_and_leaves_the_server():
     with stalled_server() as (url, left):
         process = subprocess.Popen(
-            command("run", url, "hello"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment()
+            # A shell that runs the tests in the background makes them ignore interrupts.
+            ["env", "--default-signal=INT", *command("run", url, "hello")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=clean_environment(),
         )
         assert process.stdout is not None
         begin = process.stdout.read(6)
