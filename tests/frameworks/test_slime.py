@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from headgate.testing.tiny import tiny_model
 from tests.api.live import LiveServer
-from tests.frameworks.conftest import Target
+from tests.frameworks.conftest import CONTEXT, Target
 from tests.router.fleets import LiveRouter, live_router
 
 SAMPLING = {
@@ -117,4 +120,40 @@ def test_colocated_training_releases_and_resumes_memory(target: Target):
         answer = target.post(path, body)
         answer.raise_for_status()
         answer.json()
+    assert target.post("/generate", {"input_ids": [1], "sampling_params": SAMPLING}).status_code == 200
+
+
+def test_colocated_training_updates_weights_while_memory_is_released(target: Target, new: Path):
+    """slime with `--colocate`: generation continues before the KV cache is back, and rollouts wait for it.
+
+    The second round wakes weights that came from files which are gone, as weights from a trainer are.
+    """
+    answers = []
+    for seed in (1, 2):
+        with tempfile.TemporaryDirectory() as parent:
+            weights = tiny_model(Path(parent, "weights"), seed=seed, max_position_embeddings=CONTEXT)
+            target.post("/release_memory_occupation", {}).raise_for_status()
+            target.post("/resume_memory_occupation", {"tags": ["weights"]}).raise_for_status()
+            target.post("/pause_generation", {}).raise_for_status()
+            target.get("/flush_cache").raise_for_status()
+            assert target.post("/update_weights_from_disk", {"model_path": str(weights)}).json()["success"]
+            target.post("/continue_generation", {}).raise_for_status()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(target.post, "/generate", {"input_ids": [1], "sampling_params": SAMPLING})
+            target.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}).raise_for_status()
+            answers.append(waiting.result(60).json()["output_ids"])
+    assert answers[0] != answers[1]
+    target.post("/update_weights_from_disk", {"model_path": str(new)}).raise_for_status()
+
+
+def test_memory_is_not_resumed_with_weights_that_nothing_can_bring_back(target: Target, old: Path):
+    """Without tags no update is to follow, so the caller must know that the weights are lost."""
+    with tempfile.TemporaryDirectory() as parent:
+        weights = tiny_model(Path(parent, "weights"), seed=3, max_position_embeddings=CONTEXT)
+        target.post("/update_weights_from_disk", {"model_path": str(weights)}).raise_for_status()
+    target.post("/release_memory_occupation", {}).raise_for_status()
+    refused = target.post("/resume_memory_occupation", {})
+    assert refused.status_code >= 500 and "send the weights with an update" in refused.text, refused.text
+    target.post("/update_weights_from_disk", {"model_path": str(old)}).raise_for_status()
+    target.post("/resume_memory_occupation", {}).raise_for_status()
     assert target.post("/generate", {"input_ids": [1], "sampling_params": SAMPLING}).status_code == 200

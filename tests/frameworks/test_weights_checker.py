@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,28 @@ def test_weights_that_sleep_and_wake_are_the_same(target: Target, old: Path):
     assert check(target, "checksum").json() == before
 
 
+def test_an_update_after_a_reset_brings_back_every_tensor(target: Target, old: Path, new: Path):
+    """slime with `--check-weight-update-equal`: requests of the meantime wait, and are answered by the new weights."""
+    update(target, new)
+    asked = {"input_ids": [1, 2], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    expected = target.post("/generate", asked).json()["output_ids"]
+    check(target, "snapshot")
+    assert check(target, "reset_tensors", skip_tensor_list=["position_ids"]).json()["success"]
+    assert check(target, "compare").json()["error"]["code"] == "asleep", "the old tensors are not served"
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(target.post, "/generate", asked)
+        assert target.post("/continue_generation", {}).status_code == 200  # nothing has arrived, so nothing resumes
+        target.post("/pause_generation", {"mode": "retract"}).raise_for_status()
+        update(target, new)
+        assert check(target, "compare").json()["success"]
+        target.post("/continue_generation", {}).raise_for_status()
+        assert waiting.result(60).json()["output_ids"] == expected
+    update(target, old)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"action": "reset_tensors"}, "action"),
         ({"action": "repair"}, "action"),
         ({"action": "compare", "allow_quant_error": True}, "allow_quant_error"),
     ],

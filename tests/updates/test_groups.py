@@ -181,6 +181,22 @@ def test_79_begin_and_end_bracket_an_update_and_an_empty_one_is_refused(server: 
         assert answer(server) == renewed
 
 
+def test_79_parts_that_arrive_while_memory_is_released_are_visible_when_it_is_back(
+    server: LiveServer, new: Path, renewed: Any
+):
+    """verl's order on one device. In the second round the weights came from a trainer and cannot be read again."""
+    before = answer(server)
+    with trainer(server, new) as sender:
+        for _ in range(2):
+            released = server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+            assert released.status_code == 200, released.text
+            assert server.post("/resume_memory_occupation", {"tags": ["weights"]}).status_code == 200
+            for bucket in sender.buckets():
+                assert sender.send(bucket, weight_version="7").status_code == 200
+            assert server.post("/resume_memory_occupation", {"tags": ["kv_cache"]}).status_code == 200
+            assert answer(server) == renewed != before and label(server) == "7"
+
+
 def test_79_an_incomplete_update_is_refused_and_the_old_weights_stay(server: LiveServer, new: Path):
     before = answer(server)
     with trainer(server, new) as sender:

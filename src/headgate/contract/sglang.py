@@ -91,15 +91,14 @@ class CheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         if self.action not in CHECKS:
-            why = " overwrites the weights and" if self.action == "reset_tensors" else ""
-            message = f"{self.action!r:.100}{why} is not supported; use one of {', '.join(CHECKS)}"
+            message = f"{self.action!r:.100} is not supported; use one of {', '.join(CHECKS)}"
             raise RequestError(message, param="action", code="unsupported_parameter")
         if self.allow_quant_error:
             message = "checksums are equal or not; leave out allow_quant_error"
             raise RequestError(message, param="allow_quant_error", code="unsupported_parameter")
 
 
-CHECKS = ("checksum", "snapshot", "compare")
+CHECKS = ("checksum", "snapshot", "reset_tensors", "compare")
 
 
 class RankChecksums(msgspec.Struct, kw_only=True):

@@ -77,6 +77,12 @@ class RemoteCall(msgspec.Struct, kw_only=True):
     kwargs: dict[str, Any] = {}
 
 
+class WakeTags(msgspec.Struct, kw_only=True):
+    """What SkyRL's `skyrl_wake_for_weight_sync` wakes."""
+
+    tags: list[Tag]
+
+
 class FinishTransfer(msgspec.Struct, kw_only=True):
     weight_version: Label | None = None
 

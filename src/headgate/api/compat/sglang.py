@@ -22,6 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from headgate.api.accounting.ledger import PROBE
 from headgate.api.accounting.metrics import EngineView, query_engines
+from headgate.api.compat.memory import resume_unless_asleep, wake_and_resume
 from headgate.api.compat.weights import Outcome, commit_collected, update_held
 from headgate.api.control import abort
 from headgate.api.control.health import PING_TIMEOUT_S, judge, overall
@@ -339,7 +340,7 @@ async def pause_generation(request: Request) -> Response:
 
 async def continue_generation(request: Request) -> Response:
     await commit_collected(request)
-    followed(await controls_of(request).resume(order=Order.of(request.headers)))
+    await resume_unless_asleep(controls_of(request), Order.of(request.headers))
     return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
@@ -382,10 +383,10 @@ async def release_memory(request: Request) -> Response:
 
 
 async def resume_memory(request: Request) -> Response:
-    tags, controls = _memory_tags(await read_control(request, MemoryBody)), controls_of(request)
-    result = followed(await controls.wake(tags)) if tags else await controls.status()
-    if not result.asleep and result.is_paused:
-        followed(await controls.resume())
+    """Also the end of an update whose parts arrived since the memory was released: verl sends no other."""
+    tags = _memory_tags(await read_control(request, MemoryBody))
+    await commit_collected(request)
+    await wake_and_resume(controls_of(request), tags)
     return json_response(None)
 
 

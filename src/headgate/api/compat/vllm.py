@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.compat.memory import resume_unless_asleep, wake_and_resume
 from headgate.api.compat.weights import commit_collected
 from headgate.api.control import abort
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
@@ -54,7 +55,7 @@ async def pause(request: Request) -> Response:
 
 async def resume(request: Request) -> Response:
     await commit_collected(request)
-    followed(await controls_of(request).resume(order=Order.of(request.headers)))
+    await resume_unless_asleep(controls_of(request), Order.of(request.headers))
     return json_response({"status": "resumed"})
 
 
@@ -72,9 +73,7 @@ async def sleep(request: Request) -> Response:
 
 
 async def wake_up(request: Request) -> Response:
-    controls = controls_of(request)
-    if not followed(await controls.wake(wake_tags(request.query_params))).asleep:
-        followed(await controls.resume())
+    await wake_and_resume(controls_of(request), wake_tags(request.query_params))
     return Response()
 
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.compat.handles import vllm_part
+from headgate.api.compat.memory import wake
 from headgate.api.compat.weights import OURS, Transfers, commit_collected, hold, transfers_of, update_held
 from headgate.api.control.lifecycle import Controls, controls_of, followed
 from headgate.api.host import host_of
@@ -28,11 +29,12 @@ from headgate.contract.vllm import (
     UpdateTransfer,
     VllmNcclGroup,
     VllmTrainerGroup,
+    WakeTags,
 )
 from headgate.edge.reading import read_control
 from headgate.edge.responses import json_response
 from headgate.errors import HeadgateError, RequestError
-from headgate.protocol.command import FileSource, GroupPart, Part, SharedMemorySource, Source
+from headgate.protocol.command import TAGS, FileSource, GroupPart, Part, SharedMemorySource, Source
 
 GROUP = "vllm"
 
@@ -182,6 +184,12 @@ async def collective_rpc(request: Request) -> Response:
             await _receive(request, call)
         case "skyrl_finish_weight_update":
             await _finish(request, FinishTransfer())
+        case "skyrl_sleep_for_weight_sync":
+            followed(
+                await controls_of(request).sleep(TAGS)
+            )  # held requests are computed again, whatever `offload_kv`
+        case "skyrl_wake_for_weight_sync":
+            await wake(controls_of(request), convert(call.kwargs, WakeTags, "kwargs").tags)
         case other:
             raise RequestError(f"there is no method {other!r:.100}", param="method", code="unsupported_method")
     return json_response({"results": [None] * len(host_of(request).replicas)})

@@ -1,7 +1,8 @@
 """SGLang's `/weights_checker`: checksums of the weights in service, and their comparison with earlier ones.
 
-slime and miles call it before and after an update. A snapshot keeps checksums, not tensors. `reset_tensors`, which
-overwrites the weights with random numbers, is refused.
+slime and miles call it before and after an update. A snapshot keeps checksums, not tensors. `reset_tensors`, with which
+they make sure that the update has written every tensor, releases the weights instead of overwriting them: requests wait
+until an update has brought new ones.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from hashlib import sha256
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headgate.api.control.lifecycle import controls_of
+from headgate.api.control.lifecycle import Controls, controls_of, followed, pause_of
 from headgate.api.host import host_of
 from headgate.api.state import api_of
 from headgate.contract.control import UPDATE_TIMEOUT_S
+from headgate.contract.orders import Order
 from headgate.contract.sglang import CheckBody, Checked, RankChecksums, combined
 from headgate.edge.reading import read_control
 from headgate.edge.responses import json_response
@@ -38,6 +40,9 @@ async def weights_checker(request: Request) -> Response:
     body = await read_control(request, CheckBody)
     body.check()
     snapshot: WeightSnapshot = request.app.state.weight_snapshot
+    if body.action == "reset_tensors":
+        await _release(controls_of(request), Order.of(request.headers))
+        return json_response(Checked())
     found = await _checksums(request)
     match body.action:
         case "snapshot":
@@ -46,6 +51,13 @@ async def weights_checker(request: Request) -> Response:
         case "compare":
             return _compared(snapshot.checksums, found, body.skip_tensor_list or ())
     return json_response(combined(_ranks(request, found, body.skip_tensor_list or ())))
+
+
+async def _release(controls: Controls, order: Order) -> None:
+    """Hold all requests and release the weights. An update wakes them, and `/continue_generation` resumes."""
+    if not (await controls.status()).is_paused:
+        followed(await controls.pause(pause_of("freeze"), order))
+    followed(await controls.sleep(("weights",)))
 
 
 async def _checksums(request: Request) -> Checksums:

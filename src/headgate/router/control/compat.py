@@ -102,11 +102,16 @@ class FanOutHandler:
                 _set_wanted(self.router, self.weights, info.file, info.weight_version)
 
     async def _pause_or_ask(self, request: Request) -> list[WorkerReply]:
-        if self.effects.pauses:
+        if await self._pauses(request):
             return await self._pause(request)
         replies = await self._ask(request)
         await self.controls.probe_all()
         return replies
+
+    async def _pauses(self, request: Request) -> bool:
+        if self.operation is sglang_ops.WEIGHTS_CHECKER:  # one of its actions releases the weights
+            return decode(await request.body() or b"{}", dict[str, Any]).get("action") == "reset_tensors"
+        return self.effects.pauses
 
     async def _pause(self, request: Request) -> list[WorkerReply]:
         pause = PauseRequest(mode=await self._mode_of(request), new_requests="queue", timeout=LONG_S)
@@ -132,7 +137,8 @@ class FanOutHandler:
         return "freeze"
 
     async def _ask(self, request: Request) -> list[WorkerReply]:
-        order: Order = (self.controls.next_order(),) if self.effects.pauses or self.effects.resumes else ()
+        ordered = self.effects.resumes or await self._pauses(request)
+        order: Order = (self.controls.next_order(),) if ordered else ()
         if self.effects.updates_weights:
             order += (self.weights.new_version_header(),)
         call = WorkerCall(request.method, _target(request), await request.body(), order=order)
