@@ -212,6 +212,30 @@ def weights_are_updated_while_requests_are_held(servers: Servers) -> None:
     within(servers, use)
 
 
+def colocated_trainers_update_weights_while_memory_is_released(servers: Servers) -> None:
+    """SkyRL's order on one device; the weights in service came over the wire, so they cannot be read again."""
+
+    async def use(client: RemoteInferenceClient) -> None:
+        with trainer(servers, servers.model) as sender:
+            await client.sleep(level=2)
+            await client.wake_up(["weights"])
+            await asyncio.to_thread(sender.send, "step-2")
+            await client.wake_up(["kv_cache"])
+            colocated = greedy(servers.url)
+            running = asyncio.create_task(client.generate({"prompt_token_ids": PROMPTS[:1], "sampling_params": LONG}))
+            await asyncio.to_thread(wait_until, lambda: bool(in_flight(servers.url)), "the request is running")
+            await client.pause_generation()
+            await client.sleep_for_weight_sync(offload_kv=False)
+            await client.wake_for_weight_sync(["weights"])
+            await asyncio.to_thread(sender.send, "step-3")
+            await client.wake_for_weight_sync(["kv_cache"])
+            await client.resume_generation()
+            assert len((await running)["response_ids"][0]) == LONG["max_tokens"]
+        assert greedy(servers.url) == colocated
+
+    within(servers, use)
+
+
 def other_model(servers: Servers) -> Path:
     """A checkpoint of the same shape with other numbers, beside the servers' own."""
     other = servers.model.parent / "other"
@@ -232,6 +256,7 @@ CHECKS = (
     the_world_size_is_that_of_all_servers,
     adapters_and_deltas_are_refused,
     weights_are_updated_while_requests_are_held,
+    colocated_trainers_update_weights_while_memory_is_released,
 )
 
 if __name__ == "__main__":

@@ -87,18 +87,21 @@ def an_abort_of_all_requests_returns_their_tokens(servers: Servers) -> None:
 
 
 def hybrid_training_updates_weights_while_memory_is_released(servers: Servers) -> None:
-    """verl's order: release, wake the weights, update, flush, wake the KV cache."""
+    """verl's order: release, wake the weights, update, flush, wake the KV cache. The second round has other weights,
+    and wakes some whose files are gone, as weights that a trainer has sent are."""
 
     async def use(adapter: AsyncHttpServerAdapter) -> None:
-        before = greedy(servers)
-        await adapter.release_memory_occupation(tags=["kv_cache", "weights"])
-        await adapter.resume_memory_occupation(tags=["weights"])
-        with tempfile.TemporaryDirectory() as folder:
-            save_scaled(servers.model, Path(folder), 0.5)
-            assert ask(f"{servers.url}/update_weights_from_disk", {"model_path": folder})["success"]
-        assert "Cache flushed" in (await adapter.flush_cache())["text"]
-        await adapter.resume_memory_occupation(tags=["kv_cache"])
-        assert greedy(servers) != before
+        answers = [greedy(servers)]
+        for scale in (0.5, 2.0):
+            await adapter.release_memory_occupation(tags=["kv_cache", "weights"])
+            await adapter.resume_memory_occupation(tags=["weights"])
+            with tempfile.TemporaryDirectory() as folder:
+                save_scaled(servers.model, Path(folder), scale)
+                assert ask(f"{servers.url}/update_weights_from_disk", {"model_path": folder})["success"]
+            assert "Cache flushed" in (await adapter.flush_cache())["text"]
+            await adapter.resume_memory_occupation(tags=["kv_cache"])
+            answers.append(greedy(servers))
+        assert len({tuple(each) for each in answers}) == 3
 
     within(servers, use)
 
