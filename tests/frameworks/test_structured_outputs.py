@@ -9,11 +9,12 @@ import pytest
 
 from tests.frameworks.conftest import Target
 
+# A model with random weights may write a long row of blanks.
 CALLS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "a", "max_tokens": 40},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 40},
-    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 40}},
-    "/generate/": {"prompts": [[1, 2]], "generation_kwargs": {"max_tokens": 40}},
+    "/v1/completions": {"prompt": "a", "max_tokens": 300},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 300},
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 300}},
+    "/generate/": {"prompts": [[1, 2]], "generation_kwargs": {"max_tokens": 300}},
 }
 
 
