@@ -131,6 +131,8 @@ def test_an_interrupt_stops_the_answer_and_leaves_the_server():
         (b'HTTP/1.1 401 No\r\nContent-Length: 31\r\n\r\n{"error": {"message": "a key"}}', "HTTP 401: a key"),
         (b"HTTP/1.1 502 No\r\nContent-Length: 5\r\n\r\nplain", "HTTP 502: plain"),
         (b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {"message": "lost"}}\n\n', "lost"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: {nonsense\n\n", "no answer from 127.0.0.1"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices": [7]}\n\n', "no answer from 127.0.0.1"),
         (b"", "no answer from 127.0.0.1"),
     ],
 )
@@ -152,3 +154,14 @@ def test_an_empty_prompt_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     assert cli.main(["run", "http://127.0.0.1:1"], {}) == cli.WRONG_USE
     assert "no prompt" in capsys.readouterr().err
+
+
+def test_a_device_is_refused_with_a_server(capsys):
+    assert cli.main(["run", "http://127.0.0.1:1", "hello", "--device", "cpu"], {}) == cli.WRONG_USE
+    assert "a server has its own device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "sentence"), [(" ", "HEADGATE_API_KEY is empty"), ("a\nb", "cannot be sent")])
+def test_a_bad_key_is_refused(key, sentence, capsys):
+    assert cli.main(["run", "http://127.0.0.1:1", "hello"], {"HEADGATE_API_KEY": key}) == cli.WRONG_USE
+    assert sentence in capsys.readouterr().err

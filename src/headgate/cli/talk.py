@@ -134,7 +134,10 @@ def responder(options: argparse.Namespace, environ: Mapping[str, str]) -> Iterat
     names = "max_tokens", "temperature", "top_p", "seed"
     sampling = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.model is not None and options.model.startswith(("http://", "https://")):
-        yield Server(options.model, options.api_key or checked_key(environ.get("HEADGATE_API_KEY"), "key"), sampling)
+        if options.device != "auto":
+            raise RequestError("--device is for a model in this process; a server has its own device")
+        key = options.api_key or checked_key(environ.get("HEADGATE_API_KEY"), "HEADGATE_API_KEY")
+        yield Server(options.model, key, sampling)
         return
     from headgate.contract.sampling import SamplingParams
     from headgate.logs import set_up
@@ -166,6 +169,8 @@ class Server:
     def __init__(self, url: str, key: str | None, sampling: Mapping[str, Any]) -> None:
         from headgate.httpclient import HttpAddress
 
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise RequestError("the API key has characters that cannot be sent")
         self._address = HttpAddress.of(url)
         self._sampling = sampling
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -187,7 +192,7 @@ class Server:
                 for line in response:
                     if line.startswith(b"data: ") and (piece := piece_of(line[6:])):
                         yield piece
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, msgspec.MsgspecError) as error:
                 why = str(error) or type(error).__name__
                 raise Unanswered(f"no answer from {address.host}:{address.port}: {why}") from error
 
@@ -206,7 +211,9 @@ def piece_of(data: bytes) -> str:
 
     if data.strip() == b"[DONE]":
         return ""
-    event = msgspec.json.decode(data)
-    if "error" in event:
-        raise Unanswered(str(event["error"].get("message", event["error"])))
-    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    event = msgspec.json.decode(data, type=dict[str, Any])
+    if error := event.get("error"):
+        raise Unanswered(str(error.get("message", error) if isinstance(error, dict) else error))
+    choices = msgspec.convert(event.get("choices", ()), list[dict[str, Any]])
+    deltas = (msgspec.convert(choice.get("delta", {}), dict[str, Any]) for choice in choices)
+    return "".join(delta.get("content") or "" for delta in deltas)
