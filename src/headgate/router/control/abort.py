@@ -318,9 +318,12 @@ class MergedAborts:
         return min(found, key=lambda report: report.tenant != tenant, default=None)
 
     def is_unknown(self, target: RoutedTarget) -> bool:
-        """Whether the worker that has the request was asked to end it and did not know it."""
+        """Whether the worker that has the request was asked to end it and did not know it.
+
+        A worker that reports the same request as ended contradicts itself; its answer to the request then counts.
+        """
         worker, unknown = target.exchange.worker, self._unknown.get(target.name, ())
-        return bool(unknown) and (worker is None or worker.url in unknown)
+        return bool(unknown) and (worker is None or worker.url in unknown) and not self.reports_on(target)
 
     def add(self, reply: WorkerReply, asked: Names) -> None:
         if not reply.ok:
