@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headgate.testing.tiny import tiny_model, write_tokenizer
+from headgate.testing.tiny import NAMES, tiny_config, tiny_model, write_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -64,6 +64,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 8192,
     },
+    "gpt_oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+    },
     "llama-8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
@@ -79,14 +105,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_of(shape: str) -> str:
-    return shape.partition("-")[0]
+def config_of(shape: str) -> dict[str, Any]:
+    """The contents of config.json."""
+    family = shape.partition("-")[0]
+    return tiny_config(family if family in NAMES else "llama", "bfloat16") | SHAPES[shape]
 
 
 def checkpoint(shape: str, folder: Path) -> Path:
     """The folder of the checkpoint, which is created if it does not exist."""
     if not (folder / "config.json").exists():
-        tiny_model(folder, family_of(shape), dtype="bfloat16", tokenizer=False, **SHAPES[shape])
+        tiny_model(folder, dtype="bfloat16", tokenizer=False, **config_of(shape))
     return folder
 
 

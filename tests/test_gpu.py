@@ -31,6 +31,9 @@ MODELS = {
     "gemma2": {"head_dim": 64},
     "gemma3_text": {"head_dim": 64},
     "phi3": {"hidden_size": 256},
+    "ernie4_5_moe": {"hidden_size": 256},
+    "glm4_moe": {"head_dim": 64},
+    "gpt_oss": {"head_dim": 64},
 }
 ADJUSTED = [
     {"top_k": 5},

@@ -23,7 +23,7 @@ from typing import Any
 START_S = time.perf_counter()
 
 import torch  # noqa: E402
-from benchmarks.checkpoint import SHAPES  # noqa: E402
+from benchmarks.checkpoint import config_of  # noqa: E402
 
 import headgate.device.tensor_parallel.parallelism as parallelism  # noqa: E402
 from headgate.config import FP8, EngineConfig  # noqa: E402
@@ -35,7 +35,6 @@ from headgate.models.spec import Experts  # noqa: E402
 from headgate.protocol.command import FileSource  # noqa: E402
 from headgate.protocol.message import CommandAnswer, StepOutputs, Submit  # noqa: E402
 from headgate.protocol.request import GenerateRequest  # noqa: E402
-from headgate.testing.tiny import tiny_config  # noqa: E402
 
 BANDWIDTH, FLOPS = 4.29e12, 783e12
 PROMPT, DECODED = 512, 256
@@ -69,7 +68,12 @@ VLLM = {
         "start to ready, s": 150,
     },
 }
-FAMILIES = {"30b-a3b": "qwen3_moe"}  # the others are qwen3
+NAMES = {
+    "0.6b": "qwen3-0.6b",
+    "8b": "qwen3-8b",
+    "30b-a3b": "qwen3_moe-30b-a3b",
+    "gpt-oss-20b": "gpt_oss-20b",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Row:
     shape: str
     work: str
     ours: float
-    vllm: float
+    vllm: float | None
     floor: float | None
     runs: list[float]  # all measurements
 
@@ -205,13 +209,12 @@ def chosen_share(spec: ModelSpec) -> float:
 
 def measure(shape: str, repeats: int, began_s: float, only: str, how: dict[str, Any]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        family = FAMILIES.get(shape, "qwen3")
-        config = tiny_config(family, "bfloat16") | SHAPES[f"{family}-{shape}"]
+        config = config_of(NAMES[shape])
         Path(folder, "config.json").write_text(json.dumps(config))
         clients = Clients()
         settings = EngineConfig(device="cuda", max_context=2304, memory_fraction=0.9, kv_listen=None, **how)
         engine = clients.engine = build_engine(Path(folder), settings, clients.hear)
-    ready_s = time.perf_counter() - began_s
+    ready_s, peer = time.perf_counter() - began_s, VLLM.get(shape, {})
     rng = random.Random(1)
     works: dict[str, Any] = {f"decode {b}, ms": lambda b=b: decode(clients, b, rng) for b in DECODE_BATCHES}
     works["prefill 256 x 512, s"] = lambda: prefill(clients, rng)
@@ -220,10 +223,10 @@ def measure(shape: str, repeats: int, began_s: float, only: str, how: dict[str, 
         build_model(spec_of(Config("bench", config)), device="meta", dtype=torch.bfloat16, backend="torch")
     )
     decode(clients, 8, rng)  # warm-up: kernels are compiled at the first step of their kind
-    rows = [Row(shape, "start to ready, s", ready_s, VLLM[shape]["start to ready, s"], None, [ready_s])]
+    rows = [Row(shape, "start to ready, s", ready_s, peer.get("start to ready, s"), None, [ready_s])]
     for work, run in ((work, run) for work, run in works.items() if only in work):
         runs = [run() for _ in range(repeats)]
-        rows.append(Row(shape, work, median(runs), VLLM[shape][work], floor.get(work), runs))
+        rows.append(Row(shape, work, median(runs), peer.get(work), floor.get(work), runs))
         print(line(rows[-1]), flush=True)
     engine.close()
     return rows
@@ -231,13 +234,15 @@ def measure(shape: str, repeats: int, began_s: float, only: str, how: dict[str, 
 
 def line(row: Row) -> str:
     floor = "" if row.floor is None else f"{row.floor:10.3f}"
+    if row.vllm is None:
+        return f"{row.shape:5} {row.work:22} {row.ours:12.3f} {'':12} {'':8} {floor}"
     better = row.vllm / row.ours if not row.work.endswith("tokens/s") else row.ours / row.vllm
     return f"{row.shape:5} {row.work:22} {row.ours:12.3f} {row.vllm:12.3f} {better:6.2f} x {floor}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=[*VLLM], action="append")
+    parser.add_argument("--shape", choices=[*NAMES], action="append")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this, such as mixed")
     parser.add_argument("--deterministic", action="store_true")

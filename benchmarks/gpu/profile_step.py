@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.checkpoint import SHAPES, family_of
+from benchmarks.checkpoint import config_of
 from torch.profiler import ProfilerActivity, profile
 
 from headgate.layers.batch import Batch
 from headgate.layers.formats import floating
 from headgate.models import Config, Network, build_model, spec_of
-from headgate.testing.tiny import tiny_config
 
 CONTEXT, BLOCK_SIZE = 640, 32
 SHAPES_PROFILED = ("qwen3-0.6b", "qwen3-8b", "qwen3_moe-30b-a3b")
 
 
 def random_model(shape: str) -> Network:
-    spec = spec_of(Config(shape, tiny_config(family_of(shape), "bfloat16") | SHAPES[shape]))
+    spec = spec_of(Config(shape, config_of(shape)))
     model = build_model(spec, device="cuda", dtype=torch.bfloat16)
     for name, parameter in model.parameters():
         noise = torch.randn(parameter.shape, device="cuda", dtype=torch.bfloat16)

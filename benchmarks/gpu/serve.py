@@ -35,9 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.checkpoint import SHAPES, add_tokenizer, family_of
-
-from headgate.testing.tiny import tiny_config
+from benchmarks.checkpoint import SHAPES, add_tokenizer, config_of
 
 BANDWIDTH, FP8_FLOPS, BF16_FLOPS = 4.29e12, 1.5e15, 783e12  # measured on an H200
 READY_S, STOP_S, LEAD_S = 400.0, 20.0, 2.0
@@ -216,14 +214,23 @@ def floor_tokens_s(shape: str, work: Work, fp8: str | None) -> float:
         config[f"{name}"] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
     attention = hidden * config["head_dim"] * (2 * heads + 2 * kv_heads)
-    layers = config["num_hidden_layers"] * (attention + 3 * hidden * config["intermediate_size"])
+    one = 3 * hidden * config.get("moe_intermediate_size", config["intermediate_size"])  # an expert, or the whole MLP
+    count = config.get("num_experts", config.get("num_local_experts", 1))
+    used, unused = (
+        config.get("num_experts_per_tok", 1),
+        (1 - config.get("num_experts_per_tok", 1) / count) ** work.at_once,
+    )
+    layers = config["num_hidden_layers"] * (attention + used * one)  # parameters that multiply each token
+    read_layers = config["num_hidden_layers"] * (attention + count * (1 - unused) * one)
     head = hidden * config["vocab_size"]
     small, flops = (1, FP8_FLOPS) if fp8 in ("weights", "both") else (2, BF16_FLOPS)
     kv = 2 * config["num_hidden_layers"] * kv_heads * config["head_dim"] * (1 if fp8 in ("kv", "both") else 2)
     prompts, outputs = sum(ask.prompt for ask in work.asks), sum(ask.output for ask in work.asks)
     read = sum(ask.output * (ask.prompt + ask.output / 2) for ask in work.asks) * kv / BANDWIDTH
     steps = outputs / work.at_once
-    weights = max((layers * small + 2 * head) / BANDWIDTH, work.at_once * 2 * (layers / flops + head / BF16_FLOPS))
+    weights = max(
+        (read_layers * small + 2 * head) / BANDWIDTH, work.at_once * 2 * (layers / flops + head / BF16_FLOPS)
+    )
     return outputs / (prompts * 2 * layers / flops + read + steps * weights)
 
 
@@ -240,7 +247,7 @@ def make_checkpoint(shape: str, folder: Path) -> None:
     from headgate.models import read_spec
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = tiny_config(family_of(shape), "bfloat16") | SHAPES[shape]
+    config = config_of(shape)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.cpu() for name, tensor in RandomWeights(read_spec(folder))}, folder / "model.safetensors")
     add_tokenizer(folder)

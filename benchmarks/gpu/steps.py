@@ -22,7 +22,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from benchmarks.checkpoint import SHAPES, family_of
+from benchmarks.checkpoint import SHAPES, config_of
 from benchmarks.gpu.bench import BANDWIDTH, Clients, open_random, params, random_prompts
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,7 +34,6 @@ from headgate.layers.batch import Batch
 from headgate.layers.formats import floating
 from headgate.layers.triton.draw import draw_tokens
 from headgate.models import Config, Network, build_model, spec_of
-from headgate.testing.tiny import tiny_config
 
 BLOCK_SIZE = 32
 FP8_FLOPS, BF16_FLOPS = 1.5e15, 783e12
@@ -49,10 +48,6 @@ PARTS = {
     "chunk_kernel": "sampling",
     "winner": "sampling",
 }
-
-
-def config_of(shape: str) -> dict[str, Any]:
-    return tiny_config(family_of(shape), "bfloat16") | SHAPES[shape]
 
 
 def part_of(kernel: str) -> str:
