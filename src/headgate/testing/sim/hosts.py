@@ -243,12 +243,17 @@ class WatchedRouter(Router):
     on_place: Callable[[Exchange, str], None]
     on_hold: Callable[[tuple[Exchange, ...]], None]
 
+    def __init__(self, config: RouteConfig, *, seed: int, fast_path: FastPath) -> None:
+        super().__init__(config, seed=seed, fast_path=fast_path)
+        self._unwatched_choose = self.choose
+        self.choose = self._choose
+
     def hold(self, *arguments: Any, **named: Any) -> Any:
         self.on_hold(tuple(self.live.values()))
         return super().hold(*arguments, **named)
 
-    def choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
-        placement = super().choose(exchange, retry_state)
+    def _choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
+        placement = self._unwatched_choose(exchange, retry_state)
         if placement is not None:
             self.on_place(exchange, placement.worker.url)
         return placement

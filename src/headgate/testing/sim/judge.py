@@ -374,6 +374,14 @@ def judge_abort(request: PlannedRequest, tokens: int, choice: int | None = None)
     return []
 
 
+def has_tokens(request: PlannedRequest) -> bool:
+    """Whether the client received a whole answer with tokens."""
+    reply = request.reply
+    if reply.broken or not reply.whole or reply.status != 200:
+        return False
+    return any(choice.ids for choice in read(request).choices.values())
+
+
 def code_of(request: PlannedRequest) -> str | None:
     """Return the error code of a refused or cut request; None if it was neither."""
     if request.reply.status != 200:

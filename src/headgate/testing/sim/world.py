@@ -25,7 +25,7 @@ from headgate.testing.sim.caller import call
 from headgate.testing.sim.engine import EngineProcesses
 from headgate.testing.sim.fleet import CALL_S, GONE_S, SimFleet
 from headgate.testing.sim.hosts import SimHost, simulated
-from headgate.testing.sim.judge import Circumstances, code_of, judge, judge_abort, tally
+from headgate.testing.sim.judge import Circumstances, code_of, has_tokens, judge, judge_abort, tally
 from headgate.testing.sim.loop import HOST, SimLoop, SimProcess, SimulationHung
 from headgate.testing.sim.network import SimNetwork
 from headgate.testing.sim.report import SimulationReport
@@ -134,6 +134,8 @@ class World(SimFleet):
         for request in self.plan.requests:
             for complaint in (*judge(request, self._circumstances(request)), *self._broken_rules(request)):
                 self.fail(complaint)
+            if request.routed and has_tokens(request) and not self._placements.get((request.to, request.id)):
+                self.fail(f"{request.name} was answered, but its placement was not observed")
             if not self._was_placed_at_a_dishonest_server(request):
                 self._judge_aborts(request)
 
