@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from headgate.contract.abort import readings
 from headgate.protocol.request import Ticket
 from headgate.router.fleet.worker import Worker
 from headgate.testing.sim.caller import ReceivedAnswer
@@ -221,7 +222,8 @@ class Actions(HostileActions):
     async def abort_and_kill(self, action: PlannedAction) -> None:
         """Abort requests, and at the same time kill the servers or engines that have them."""
         fleet, details = self._fleet, action.details
-        having = [s for s in fleet.servers if any(s.ledger and s.ledger.named(name) for name in details["req_ids"])]
+        labels = [label for name in details["req_ids"] for label, _ in readings(name)]
+        having = [s for s in fleet.servers if any(s.ledger and s.ledger.named(label) for label in labels)]
         kill = fleet.operator.spawn(self._kill_soon(having, action))
         await self._abort(action.via, {"req_ids": details["req_ids"], "wait": details["wait"]})
         await kill

@@ -40,7 +40,7 @@ class Circumstances:
     """Events of a run that excuse an answer that is not whole."""
 
     busy: bool = False  # limits are low enough that requests may be refused
-    abort: bool = False
+    aborts: frozenset[int] = frozenset()  # the choices whose abort was requested
     pause: bool = False
     faults: bool = False
     updated: bool = False  # the weights were updated
@@ -305,7 +305,7 @@ def _check_ends(request: PlannedRequest, answer: JudgedAnswer, circumstances: Ci
         if choice is None or choice.finish is None:
             yield f"choice {index} has no finish reason"
         else:
-            for complaint in _check_end(request, choice, circumstances):
+            for complaint in _check_end(request, index, choice, circumstances):
                 yield f"choice {index}: {complaint}"
     if answer.usage is not None:
         yield from _check_usage(request, answer)
@@ -313,7 +313,9 @@ def _check_ends(request: PlannedRequest, answer: JudgedAnswer, circumstances: Ci
         yield "the usage is missing"
 
 
-def _check_end(request: PlannedRequest, choice: JudgedChoice, circumstances: Circumstances) -> Iterator[str]:
+def _check_end(
+    request: PlannedRequest, index: int, choice: JudgedChoice, circumstances: Circumstances
+) -> Iterator[str]:
     ids, cause = choice.ids, choice.cause
     match choice.finish:
         case "length":
@@ -328,7 +330,7 @@ def _check_end(request: PlannedRequest, choice: JudgedChoice, circumstances: Cir
             if request.returns_ids and _stop_at(_decode(ids[:-1]), request.stops) is not None:
                 yield f"has tokens after its stop string: {ids[-3:]}"
         case "abort":
-            if cause not in _causes(request, circumstances):
+            if cause not in _causes(request, index, circumstances):
                 yield f"aborted by {cause}"
         case "pd_reschedule" if circumstances.reschedules and (circumstances.faults or not request.routed):  # 74
             pass
@@ -338,8 +340,9 @@ def _check_end(request: PlannedRequest, choice: JudgedChoice, circumstances: Cir
         yield "has tokens after the end-of-sequence token"
 
 
-def _causes(request: PlannedRequest, circumstances: Circumstances) -> set[str]:
+def _causes(request: PlannedRequest, index: int, circumstances: Circumstances) -> set[str]:
     allowed = {cause for reason, causes in CAUSES.items() if circumstances.holds(reason) for cause in causes}
+    allowed |= CAUSES["abort"] if index in circumstances.aborts else set()
     return allowed | (CAUSES["deadline"] if "deadline_ms" in request.body else set())
 
 

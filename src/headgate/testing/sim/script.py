@@ -7,7 +7,8 @@ the run.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headgate.testing.sim import vocabulary
@@ -22,6 +23,7 @@ STOPS = ("STOP", "stop", "é", "fox.", "ok", "\n", " über")
 MESSAGES = ("tell me", "data: [DONE]", "why? ünï", "one two three four five six", "🦊")
 ROUTER = "router"
 ROUTERS = (ROUTER, "router1")
+NAMING = ("abort", "abort_and_kill")  # actions whose details name the requests to end
 
 
 @dataclass(eq=False, kw_only=True)
@@ -103,11 +105,16 @@ class PlannedAction:
                 return bool(call == "abort_all" or (call == "abort" and self._names(request)))
             case "pry":
                 return bool(request.tenant == self.details["tenant"])
-            case "abort" | "abort_and_kill":
+            case kind if kind in NAMING:
                 return self._names(request)  # an operator's abort ends the requests of all tenants with that id
             case "abort_tags":
                 return bool(request.body["tags"] == self.details["tags"])
         return False
+
+    def ends_choice(self, request: PlannedRequest, index: int) -> bool:
+        """Whether the action requests the end of one choice of `request`, or of all."""
+        names = self.details["req_ids"] if self.kind in NAMING else None
+        return self.ends(request) and (names is None or not {request.id, f"{request.id}-{index}"}.isdisjoint(names))
 
     def _names(self, request: PlannedRequest) -> bool:
         """Whether the action names the request, or one of its choices."""
@@ -184,6 +191,23 @@ def draw(seed: int, only: tuple[str, ...] | None = None) -> SimulationPlan:
         roles=roles,
         kv=kv,
     )
+
+
+def name_choices(seed: int, plan: SimulationPlan) -> SimulationPlan:
+    """Let some aborts name single choices in place of requests. All other parts of the plan stay the same."""
+    rng = random.Random(f"choices {seed}")
+    choices = {request.name: request.choice_names for request in plan.requests}
+    actions = [
+        replace(action, details=action.details | {"req_ids": _with_choices(rng, action.details["req_ids"], choices)})
+        if action.kind in NAMING
+        else action
+        for action in plan.actions
+    ]
+    return replace(plan, actions=actions)
+
+
+def _with_choices(rng: random.Random, names: list[str], choices: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [rng.choice(choices.get(name, (name,))) if rng.random() < 0.4 else name for name in names]
 
 
 def _draw_roles(rng: random.Random, servers: int) -> tuple[tuple[str, ...], KvSettings | None]:

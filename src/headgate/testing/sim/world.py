@@ -36,6 +36,7 @@ from headgate.testing.sim.script import (
     WINDOW_S,
     PlannedRequest,
     draw,
+    name_choices,
 )
 
 UP_S = 30.0  # longest time for the fleet to start
@@ -335,7 +336,11 @@ class World(SimFleet):
         actions, plan = self.report.actions, self.plan
         return Circumstances(
             busy=self._is_busy(),
-            abort=any(action.ends(request) for action in plan.actions),
+            aborts=frozenset(
+                index
+                for index in range(request.n)
+                if any(action.ends_choice(request, index) for action in plan.actions)
+            ),
             pause=self._paused
             or ((plan.servers - len(self._removed) <= 1 or not request.routed) and bool(actions["roll"])),
             faults=self._may_fail(request),
@@ -426,11 +431,14 @@ def simulate(
     chatty: bool = False,
     only: tuple[str, ...] | None = None,
     actors: bool = True,
+    choices: bool = True,
     fast_path: FastPath = PYTHON,
 ) -> SimulationReport:
-    """Run one seed; `actors=False` leaves out the additional actors of `hostile`."""
+    """Run one seed; `actors=False` leaves out the additional actors of `hostile`, `choices=False` aborts of choices."""
     # The folder is always the same: its name is part of the bytes sent, which must not differ between runs.
     folder = Path(tempfile.gettempdir()) / f"headgate-simulation-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     plan = hostile.draw(seed, only) if actors else draw(seed, only)
+    if actors and choices:
+        plan = name_choices(seed, plan)
     return World(seed, plan, chatty=chatty, folder=folder, fast_path=fast_path).run()
