@@ -49,12 +49,12 @@ class EngineConfig:
     graphs: bool = True  # run decode steps as CUDA graphs, on CUDA devices
     prompt_graphs: bool = False  # other steps too: short prompts are answered sooner, but decoding is 2 to 5 % slower
     kv_transport: str = "auto"  # auto (within one GPU if both engines share it, else tcp), tcp or nixl
-    kv_listen: str | None = "127.0.0.1:0"  # address that other engines fetch KV from; None: no KV transfer either way
+    kv_listen: str | None = "127.0.0.1:0"  # where other engines fetch KV; None: no KV transfer in either direction
     kv_peers: tuple[str, ...] = LOOPBACK  # networks that KV may be fetched from
     lease_s: float = 30.0  # how long KV is kept for an engine that does not renew its lease
     kv_wait_s: float = 10.0  # how long a KV transfer may make no progress before the prompt is computed locally
     export_wait_s: float = 30.0  # how long a request to export KV may wait for free blocks
-    on_preempt: str = "recompute"  # or reschedule: a preempted request ends and can be resumed on another server
+    on_preempt: str = "recompute"  # or reschedule: end a preempted request, to be resumed on another server
     crash_folder: str | None = None  # where an engine writes its last plans when it crashes; None: a temporary folder
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class ServerConfig:
     engine: EngineConfig = EngineConfig()  # config of each engine
     replicas: int = 1  # engine processes
     host: str = "127.0.0.1"  # address to bind
-    logprobs_mode: LogprobsMode = "raw"  # of requests that do not set it
+    logprobs_mode: LogprobsMode = "raw"  # for requests that do not set it
     max_queue: int = 1024  # choices accepted beyond those that run
     max_body_bytes: int = 32 * 2**20  # largest request body
     client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected

@@ -170,7 +170,7 @@ class Drain:
     def hurry(self) -> None:
         """End the drain now. No effect before it has begun and after its deadline."""
         if self._running:
-            with suppress(RuntimeError):  # the deadline is just expiring
+            with suppress(RuntimeError):  # raised if the deadline expires at this moment
                 self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
@@ -242,9 +242,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.timeout_keep_alive_task is not None:
-            self._due_s = (
-                self.loop.time() + HEAD_S
-            )  # these bytes end the keep-alive timeout, even if no request begins
+            # These bytes end the keep-alive timeout, even if no request begins.
+            self._due_s = self.loop.time() + HEAD_S
         self._unread_bytes += len(data)
         super().data_received(data)
         if self._unread_bytes > MAX_HEAD_BYTES:
@@ -340,7 +339,7 @@ def _head_too_large() -> HeadTooLarge:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn on our own socket, with our own signal handling and a shutdown that has a deadline."""
+    """Uvicorn on a socket that we opened, without its signal handlers, and with a deadline for its shutdown."""
 
     def __init__(
         self,

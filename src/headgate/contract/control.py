@@ -50,7 +50,7 @@ class ControlBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class PauseRequest(ControlBody, kw_only=True, forbid_unknown_fields=True):
     mode: PauseMode = "abort"
     new_requests: Literal["reject", "queue"] = "reject"
-    clear_cache: bool | UnsetType = UNSET  # then also drop cached prefixes; unset is not sent, for older workers
+    clear_cache: bool | UnsetType = UNSET  # also drop cached prefixes; not sent if unset, as older workers refuse it
 
 
 class GroupSource(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

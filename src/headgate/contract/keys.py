@@ -35,7 +35,7 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. It may see and end its tenant's requests, an admin those of all tenants."""
+    """The sender of a request. It may see and end the requests of its tenant; an admin, those of all tenants."""
 
     tenant: str
     admin: bool
@@ -44,7 +44,7 @@ class Caller:
         return self.admin or tenant == self.tenant
 
     def is_foreign(self, tenant: str) -> bool:
-        """Whether an answer to this caller names the tenant: several may use one id, and an admin sees all of them."""
+        """Whether an answer to this caller names the tenant: an admin sees all tenants, several of which may use one id."""
         return self.admin and bool(tenant) and tenant != self.tenant
 
     def check_may_list(self) -> None:

@@ -42,7 +42,7 @@ class FromDistributed(msgspec.Struct, kw_only=True):
     abort_all_requests: bool = False
     weight_version: Label | None = None
     load_format: str | None = None
-    verify_checksum: dict[str, str] | None = None  # ours: SHA-256 in hex by tensor name
+    verify_checksum: dict[str, str] | None = None  # our extension: SHA-256 in hex by tensor name
 
 
 class FromTensor(msgspec.Struct, kw_only=True):
@@ -51,7 +51,7 @@ class FromTensor(msgspec.Struct, kw_only=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: Label | None = None
-    verify_checksum: dict[str, str] | None = None  # ours: SHA-256 in hex by tensor name
+    verify_checksum: dict[str, str] | None = None  # our extension: SHA-256 in hex by tensor name
 
 
 @takes_compatible("sglang")
@@ -132,7 +132,7 @@ class MemoryBody(msgspec.Struct, kw_only=True):
     tags: list[str] | None = None
 
 
-# By SGLang's name for it.
+# By SGLang's `worker_type`.
 ROLES: dict[str, Role] = {"regular": "mixed", "prefill": "prefill", "decode": "decode"}
 
 
@@ -146,11 +146,11 @@ class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cost: float | None = None
     dp_aware: bool | None = None
     # Without effect here.
-    bootstrap_port: int | str | None = None  # servers name the address of their KV themselves
+    bootstrap_port: int | str | None = None  # the tickets of servers contain the address of their KV
     model_id: str | None = None
     labels: dict[str, str] | None = None
     runtime: str | None = None
-    tokenizer_path: str | None = None  # this and the next three: of workers that speak gRPC
+    tokenizer_path: str | None = None  # this and the next three configure workers that speak gRPC
     reasoning_parser: str | None = None
     tool_parser: str | None = None
     chat_template: str | None = None
@@ -161,7 +161,7 @@ class WorkerSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_connection_attempts: int | None = None
 
     def joining(self) -> Joining:
-        """The same in our own API."""
+        """The equivalent body of `POST /v1/workers`."""
         for name, default in (("priority", 50), ("cost", 1), ("dp_aware", False)):
             if (given := getattr(self, name)) is not None and given != default:
                 message = f"{name} is not supported: workers are chosen by the router's policy; leave it out"

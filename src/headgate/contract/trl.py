@@ -41,7 +41,7 @@ def takes_sampled(body: type[Body]) -> type[Body]:
 class TrlSampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of all generating calls."""
 
-    logprobs: MostLogprobs | None = 0  # null: none; 0: of the token itself
+    logprobs: MostLogprobs | None = 0  # null: none; 0: only that of the token itself
     structured_outputs_regex: str | None = None
     generation_kwargs: Object | None = None
 

@@ -131,9 +131,8 @@ class Parameters(msgspec.Struct, kw_only=True):
     packed_buffer_size_bytes: BufferBytes | None = None
     ipc_handles_pickled: str | None = None
     ipc_handles: Any = None
-    verify_checksum: dict[str, str] | None = (
-        None  # ours: SHA-256 in hex, of a file by its name, otherwise by tensor name
-    )
+    # Our extension: SHA-256 in hex, of a file by its name, otherwise by tensor name.
+    verify_checksum: dict[str, str] | None = None
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

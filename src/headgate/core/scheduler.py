@@ -248,7 +248,7 @@ class Scheduler:
         return len(self._fetches)
 
     def transfer_done(self, id: int, ok: bool) -> None:
-        """Process the end of the fetch for sequence `id`. It filled the blocks (`ok`) or failed; it is over."""
+        """Process the end of the fetch for sequence `id`, which has filled its blocks (`ok`) or failed."""
         seq = self._fetches.end(id)
         ticket, seq.ticket = seq.ticket, None
         if seq.phase is not Phase.LOADING:

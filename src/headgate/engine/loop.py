@@ -238,7 +238,7 @@ class EngineLoop:
 
     def _launch(self) -> None:
         while len(self._steps) < self._run_ahead and (plan := self.scheduler.schedule()):
-            # The transport must know of ended leases before the plan can overwrite their blocks.
+            # The transport must be notified of ended leases before the plan can overwrite their blocks.
             self._inform_transport()
             self._recorder.planned(plan)
             for fetch in plan.fetches:

@@ -44,7 +44,7 @@ class MovingStream:
     def __init__(self, request: GenerateRequest, choose: Choose) -> None:
         self.cause: Cause = "client_disconnect"
         self.ending = False
-        self.accepted = request.accepted  # before a pause began; an aborting pause ends such streams
+        self.accepted = request.accepted  # before the current pause; a pause with mode abort ends such streams
         self.at: tuple[EngineClient, TokenStream] | None = None
         self.place: Place | None = None  # where the stream in `at` runs, as a hashable value
         self.parts: list[TokenStream] = []  # one for each engine that the request was sent to

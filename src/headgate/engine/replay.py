@@ -59,7 +59,7 @@ class Row:
 class Replayer:
     evidence: Evidence
     rows: dict[int, Row] = field(default_factory=dict)
-    writers: dict[int, tuple[int, int]] = field(default_factory=dict)  # block -> last row to write it, and its plan
+    writers: dict[int, tuple[int, int]] = field(default_factory=dict)  # block -> last row to write it, and that step
     filled: set[int] = field(default_factory=set)  # blocks that a transfer or an unrecorded row wrote
 
     def __post_init__(self) -> None:

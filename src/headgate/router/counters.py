@@ -7,7 +7,7 @@ from collections import Counter
 from headgate.router.exchange.attempt import Answered, Lost, Outcome, Streamed, Withheld
 from headgate.router.fleet.worker import Worker
 
-# Values of the label `outcome`; "veiled" is the name under which dashboards know a withheld end.
+# Values of the label `outcome`. A withheld end is called "veiled", because existing dashboards use that name.
 OUTCOMES = {Answered: "answered", Streamed: "streamed", Withheld: "veiled", Lost: "lost"}
 
 

@@ -55,9 +55,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-JOURNALLED = frozenset(
-    ("/v1/chat/completions", "/v1/completions")
-)  # headgate workers send keep-alives while they compute these
+# Headgate workers send keep-alives while they compute these.
+JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions"))
 KEEP_ALIVE_S = 10.0
 SESSION_HEADERS = (b"x-session-id", b"x-smg-routing-key", b"x-routing-key")  # the first one given counts
 REFRESH_INTERVAL_S = 0.1  # least time between two rounds of probes for requests that would be refused as paused

@@ -53,7 +53,7 @@ class FakeDevice:
         self.kv: list[list[Entry]] = [[-1] * block_size for _ in range(num_blocks)]
         self._tokens: list[list[int]] = [[] for _ in range(max_rows)]
         self._tables: list[list[int]] = [[] for _ in range(max_rows)]
-        self._scored: list[range] = [range(0)] * max_rows  # the prompt tokens whose log-probabilities a row wants
+        self._scored: list[range] = [range(0)] * max_rows  # by row: prompt positions to be scored
         self._queue: deque[StepPlan] = deque()
 
     def __len__(self) -> int:

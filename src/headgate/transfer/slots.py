@@ -33,7 +33,7 @@ class SlotServer(LeaseServer):
             super().received(header)
 
     def more(self) -> None:
-        # Even if D holds all slots, it must learn at once that the offer is withdrawn.
+        # Even if D holds all slots, it must be notified at once that the offer is withdrawn.
         if not self.must_wait or self.offer is None or self.offer.withdrawn:
             super().more()
 

@@ -107,7 +107,7 @@ class Agent:
         self.out, self.into = Slots(SLOTS, slot_bytes), Slots(SLOTS, slot_bytes)
         self._agent = _open_agent()
         self._registered = [self._register(slots) for slots in (self.out, self.into)]
-        # Peers need not know the slots that we read into.
+        # Peers have no use for the slots that we read into.
         self.metadata: bytes = self._agent.get_partial_agent_metadata(self._registered[0], True, ["UCX"])
         self._remotes: dict[bytes, Remote] = {}
         self._reads: set[Read] = set()

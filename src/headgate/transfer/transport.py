@@ -30,7 +30,7 @@ Portion = list[Words]  # arrays [blocks, words], each with one part of some bloc
 class Shelf(Protocol):
     """A set of slots in our device memory that other engines on the same GPU can read."""
 
-    descriptor: bytes  # tells other engines how to open it
+    descriptor: bytes  # what other engines need to open it
     slots: int
     blocks: int  # capacity of a slot, in blocks
 

@@ -110,14 +110,15 @@ class Record:
         trace: TraceContext,
     ) -> None:
         self.tenant = tenant
-        self.share = share  # the share of the places that it uses
+        self.share = share  # name of the party whose share it uses (`edge/sharing.py`)
         self.label = label
         self.kind = kind
         self.choices = choices
         self.tags = tags
         self.trace = trace
         self.open = False
-        self.accepted = False  # before the current pause, which then applies to it even while no engine has it
+        # Whether it was admitted before the current pause, which then applies to it even if no engine has it yet.
+        self.accepted = False
         self.usage: UsageRecord | None = None  # set at the end, unless the request was refused after its admission
         self.writer: ResponseWriter | None = None  # writes the response
         self.streams: dict[int, ChunkStream] = {}  # by choice, until it finishes
@@ -542,7 +543,7 @@ def _why_cut(error: BaseException | None) -> tuple[str, str]:
             return "abort", "engine_lost"
         case RequestError():
             return "error", error.code
-        # These are how a handler ends when its client disconnects.
+        # A handler ends with one of these when its client disconnects.
         case None | asyncio.CancelledError() | GeneratorExit() | ClientDisconnect() | ClientGone() | OSError():
             return "abort", "client_disconnect"
     return "error", "internal_error"

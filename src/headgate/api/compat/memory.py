@@ -16,7 +16,7 @@ from headgate.protocol.command import Tag
 
 
 async def wake(controls: Controls, tags: Sequence[Tag]) -> None:
-    """Wake `tags`. Weights that are woken alone, and cannot be read again, stay asleep until an update."""
+    """Wake `tags`. If only weights are to be woken and their source is gone, they stay asleep until an update."""
     try:
         followed(await controls.wake(tags))
     except RequestError as error:

@@ -196,9 +196,8 @@ async def _sampling(
         sampling_given(body, "completions"),
         logprobs=top if asked.return_logprob else None,
         prompt_logprobs=None if start is None else top,
-        prompt_logprobs_start=0
-        if start is None
-        else start + 1,  # the token at `start` itself is listed without a value
+        # The token at `start` itself is listed without a value.
+        prompt_logprobs_start=0 if start is None else start + 1,
         grammar=grammar,
     )
 

@@ -98,7 +98,7 @@ async def _prepare(
     pattern, grammar = asked.structured_outputs_regex, await answer_grammar(api, body, context.share)
     if pattern is not None:
         compile_pattern = partial(regex, pattern, param="structured_outputs_regex")
-        grammar = await api.off_loop(context.share, LONG_TEXT, compile_pattern)  # even a short one may take long
+        grammar = await api.off_loop(context.share, LONG_TEXT, compile_pattern)  # even a short pattern may take long
     sampling = sampling_params(sampling_given(body, "completions"), grammar=grammar)
     jobs = make_jobs(body, await read(api, context.share), sampling, text)
     return jobs, TrlFormat(partial(_generated, n=text.n))
@@ -117,7 +117,7 @@ def _generated(jobs: Sequence[ChoiceJob], answers: Sequence[Piece], *, n: int) -
 
 
 def _ranked(token: int, score: Logprobs) -> tuple[list[int], list[float | None]]:
-    """The most likely tokens and their values in descending order. The token itself follows them if it is not one."""
+    """The most likely tokens and their values in descending order; the token itself, if not among them, comes last."""
     ids, values = list(score.top_ids), list(score.top)
     if token not in ids:
         ids.append(token)

@@ -87,7 +87,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def abort_requests(request: Request) -> Response:
-    """Abort requests and wait for their ends. The count is that of the requests that were ended."""
+    """Abort requests and wait for their ends. The answer has the number of requests that this call ended."""
     selected, api, caller = abort_ids(await request.body()), api_of(request), caller_of(request)
     ids = selected.req_ids
     found = abort.find_all(api.ledger, caller) if ids is None else abort.find(api.ledger, caller, ids)

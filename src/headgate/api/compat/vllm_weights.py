@@ -185,9 +185,8 @@ async def collective_rpc(request: Request) -> Response:
         case "skyrl_finish_weight_update":
             await _finish(request, FinishTransfer())
         case "skyrl_sleep_for_weight_sync":
-            followed(
-                await controls_of(request).sleep(TAGS)
-            )  # held requests are computed again, whatever `offload_kv`
+            # Held requests are computed again, whatever the value of `offload_kv`.
+            followed(await controls_of(request).sleep(TAGS))
         case "skyrl_wake_for_weight_sync":
             await wake(controls_of(request), convert(call.kwargs, WakeTags, "kwargs").tags)
         case other:

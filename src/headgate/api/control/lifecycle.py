@@ -69,10 +69,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MARGIN_S = 0.7  # after the timeout: time for an engine to end the remaining requests, and for the call to be answered
+MARGIN_S = 0.7  # beyond the timeout: for an engine to end the remaining requests, and for the call to be answered
 QUERY_TIMEOUT_S = 2.0
-LEAST_FLUSH_S = 0.1  # also if a pause has used all its time
-NOTIFY_S = 2.0  # for clients of aborted requests to receive the end, before the caller is answered
+LEAST_FLUSH_S = 0.1  # least time for a flush, even if the pause before it has used the whole timeout
+NOTIFY_S = 2.0  # how long the caller waits for clients of aborted requests to receive the end
 
 
 # ----------------------------------------------------------------------------------------------------------- controls
@@ -382,7 +382,7 @@ async def _clear_cache(controls: Controls, result: FleetResult, timeout_s: float
     assert isinstance(result.elapsed_s, float)
     try:
         flushed = await controls.flush(max(timeout_s - result.elapsed_s, LEAST_FLUSH_S))
-    except HeadgateError as error:  # the engines are paused all the same
+    except HeadgateError as error:  # the engines are paused nevertheless
         outcomes = {engine.engine: replace(engine, error=str(error)) for engine in result.engines}
     else:
         outcomes = {engine.engine: engine for engine in flushed.engines}

@@ -1,4 +1,4 @@
-"""Answer formats: how one API writes an answer. A format turns pieces into bytes and knows no engines or connections."""
+"""Answer formats: how one API writes an answer. A format turns pieces into bytes and depends on no engine or connection."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class CompletionFormat(ChoicesFormat):
         prompt_scored: bool = False,
     ) -> None:
         self._body, self._scored, self._prompt_scored = body, scored, prompt_scored
-        self._scores: dict[int, list[Logprobs]] = {}  # of the prompts of streams that have not begun
+        self._scores: dict[int, list[Logprobs]] = {}  # by choice, until its stream begins: of the prompt
         simple = not (scored or body.return_token_ids or body.return_weight_versions)
         super().__init__(api, body, n, context, prefix="cmpl-", object="text_completion", fast_path=simple)
 

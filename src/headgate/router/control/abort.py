@@ -283,7 +283,7 @@ class AbortReport:
     tenant: str | UnsetType  # if the caller is an admin, and the request is not its own
 
     def may_be_about(self, tenant: str) -> bool:
-        """Whether the request may be this tenant's; a router without keys knows no tenants."""
+        """Whether the request may be this tenant's. The empty tenant of a router without keys matches every request."""
         return self.tenant is UNSET or not tenant or self.tenant == tenant
 
 
@@ -311,7 +311,7 @@ class MergedAborts:
         return aborted or name in self.finished or name in self.errors or name in self.accepted
 
     def report_on(self, target: RoutedTarget) -> AbortReport | None:
-        """Return the report of the worker that has ended this request, and not one of another tenant."""
+        """Return the report of the worker that has ended this request; None if only other tenants' requests ended."""
         tenant, reports = target.exchange.tenant, self.aborted.get(target.name, ())
         holder = self._holders.get(target.name, {}).get(target.exchange)
         found = [report for report in reports if report.may_be_about(tenant) and holder in (None, report.worker)]
@@ -394,7 +394,7 @@ class MergedAborts:
             result.errors.append(AbortError(name, "not_told", NOT_ENDED))
 
     def _continues_elsewhere(self, target: RoutedTarget) -> bool:
-        """Whether the request has left the worker that was asked to end one of its choices. The next one ends it."""
+        """Whether the request has left the worker that was asked to end a choice of it; its next worker will do so."""
         exchange, holder = target.exchange, self._holders.get(target.name, {}).get(target.exchange)
         left = holder is not None and (exchange.worker is None or exchange.worker.url != holder)
         return target.choice in exchange.choice_ends and left and not exchange.over and not _has_ended(target)

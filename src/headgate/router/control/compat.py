@@ -80,7 +80,7 @@ class FanOutHandler:
         with self.controls.in_progress(), _held(self.router, self.controls, self.effects.holds_requests):
             replies = await self._pause_or_ask(request)
             if self.effects.resumes and not any(worker.state == "paused" for worker in self.router.fleet):
-                self.controls.release()  # waking part of what sleeps resumes nothing
+                self.controls.release()  # workers stay paused while a part of their memory sleeps
             if self.effects.drops_prefixes:
                 self.controls.forget_prefixes(reply.worker for reply in replies if reply.ok)
             if replies and all(reply.ok for reply in replies):
@@ -124,7 +124,10 @@ class FanOutHandler:
         return replies
 
     async def _mode_of(self, request: Request) -> PauseMode:
-        """How headgate workers read the mode, for workers that come back. An unknown mode aborts nothing."""
+        """The mode that headgate workers read from this call; returning workers are paused with it.
+
+        An unknown mode counts as `freeze`, which aborts nothing.
+        """
         match self.operation:
             case sglang_ops.PAUSE_GENERATION:
                 body = decode(await request.body() or b"{}", dict[str, Any])

@@ -100,7 +100,7 @@ class FleetControls:
         return require_all(result, replies)
 
     def _mark_pending(self, result: RouterResult) -> RouterResult:
-        """Adjust the result of a pause that a later one has replaced: running workers must still follow the later."""
+        """Adjust the result of a pause that a later one has replaced: workers that run must still follow the later one."""
         for outcome in result.workers.values() if self.current_pause is not None else ():
             if outcome.state in ("running", "pausing") and outcome.error is UNSET:
                 outcome.error, outcome.code = "it has not followed the latest pause yet", "accepted"
@@ -197,14 +197,14 @@ class FleetControls:
             ended = await self._end_at_removed_workers(_unended(accepted), caller, due_s)
             wait_s = max(pause.timeout, MIN_CLIENT_WAIT_S)
             await self._wait_over(_unended(accepted), min(due_s, self._router.loop.time() + wait_s))
-            # Their workers queue them, because the pause arrived there first, or are not reached by the pause.
+            # Either their workers queue them, because the pause arrived there first, or the pause does not reach them.
             await self._end([each for each in _unended(accepted) if self._ends_only_here(each)], due_s)
         return sum(exchange.ended_by_pause or exchange in ended for exchange in accepted)
 
     async def _end_at_removed_workers(
         self, exchanges: Iterable[Exchange], caller: CallerHeaders, due_s: float
     ) -> set[Exchange]:
-        """End requests at removed workers, which are not paused with the fleet but have the text of the answers."""
+        """End requests at removed workers. The pause does not reach these workers, but only they have the answers' text."""
         removed = [each for each in exchanges if each.worker is not None and each.worker not in self._fleet]
         timeout_s = min(due_s - SLACK_S - self._router.loop.time(), CLIENT_WAIT_S)
         if not removed or timeout_s <= 0:
@@ -282,7 +282,7 @@ class FleetControls:
         return self._router.config.control_timeout_s
 
     def remaining_s(self, due_s: float) -> float:
-        """Return the time left of a call; at least the time that a worker needs to answer."""
+        """Return the time until `due_s`, but never less than MIN_TIMEOUT_S, so that a worker can still answer."""
         return max(due_s - self._router.loop.time(), MIN_TIMEOUT_S)
 
     def workers_up(self) -> list[Worker]:
@@ -324,7 +324,7 @@ class FleetControls:
 
     @asynccontextmanager
     async def exclusive(self, what: str) -> AsyncIterator[None]:
-        """Reserve the fleet for a change of weights or memory. Other control calls are refused, giving `what`."""
+        """Reserve the fleet for a change of weights or memory. Other control calls are refused with `what` as reason."""
         self.refuse_while_exclusive()
         self._exclusive = what
         try:

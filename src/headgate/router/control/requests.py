@@ -128,7 +128,7 @@ async def _ask(router: Router, caller: CallerHeaders, workers: Sequence[Worker],
 
 
 def _may_know(worker: Worker, exchange: Exchange | None) -> bool:
-    """Whether the worker may know the request. If this router placed it, only current and former workers do."""
+    """Whether the worker may have a record of the request; if this router placed it, only workers that had it do."""
     if exchange is None or exchange.worker is None:
         return True
     return worker is exchange.worker or any(each.worker == worker.url for each in exchange.departures)

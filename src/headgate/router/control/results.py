@@ -71,7 +71,7 @@ def merge(router: Router, replies: Sequence[WorkerReply], *, pause_wanted: bool)
             engines += [WorkerEngine(**asdict(each), worker=reply.worker.url) for each in results[-1].engines]
     seen = {outcome.state for outcome in workers.values()} & STATES.keys()
     if not seen and pause_wanted:
-        seen = {"pausing"}  # no worker is up, and those that come back will be paused
+        seen = {"pausing"}  # no worker is up; each will be paused when it comes back
     versions = [o.weight_version for o in workers.values() if isinstance(o.weight_version, int)]
     newest = max(versions, default=0)
     return RouterResult(

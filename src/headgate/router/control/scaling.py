@@ -1,6 +1,6 @@
 """Scaling of the fleet: GET and POST /v1/scale.
 
-A router knows workers, but cannot start them. `headgate up` starts a router together with its workers and gives it a
+A router uses workers, but cannot start them. `headgate up` starts a router together with its workers and gives it a
 `Scaler`; a router that was started alone has none and refuses these calls.
 """
 

@@ -88,7 +88,7 @@ class WeightUpdates:
         return 1 + max(status.weight_version, self._fleet.wanted_version or 0)
 
     def new_version_header(self) -> tuple[bytes, bytes]:
-        """Return a header for updates that are passed on unchanged: one version for all workers, above all theirs."""
+        """Return a header for updates that are passed on unchanged: the version of all workers, newer than any has."""
         known = [worker.version for worker in self._fleet if worker.version is not None]
         newest = max((*known, self._fleet.wanted_version or 0))
         return NEW_VERSION_HEADER.encode(), b"%d" % (newest + 1)

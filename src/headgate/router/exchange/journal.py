@@ -43,9 +43,8 @@ class ChoiceProgress:
 
 
 class Journal(msgspec.Struct, eq=False):  # created per request; cheaper than a class with `__init__`
-    KEPT_BYTES: ClassVar = (
-        16 * 2**10
-    )  # most bytes stored unparsed; when there are more, they are parsed and discarded
+    # Most bytes stored unparsed; when there are more, they are parsed and discarded.
+    KEPT_BYTES: ClassVar = 16 * 2**10
 
     raw: list[bytes] = []  # events that are not parsed yet
     _choices: dict[int, ChoiceProgress] = {}

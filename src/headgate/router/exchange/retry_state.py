@@ -139,7 +139,7 @@ class RetryState:
         return answer.status in ELSEWHERE or (answer.status == 409 and asked_before)
 
     def _says_less(self, outcome: Outcome, progress: Progress) -> bool:
-        """Whether `outcome` tells less than the last one, which has part of the answer or reports a full queue."""
+        """Whether the client is served better by the last outcome (part of the answer, or a full queue) than by this."""
         if self.queue_was_full:
             return isinstance(outcome, Answered) and outcome.status == 503
         unchanged = progress.extent == self.extent
@@ -166,7 +166,7 @@ class RetryState:
         passing = _may_pass(outcome) or self._waits_for_room(outcome)
         (self._failed.add if passing else self._failed.discard)(worker)
         if _is_refusal(outcome):
-            brief = paused or _lacks_an_engine(outcome)  # may end between two probes
+            brief = paused or _lacks_an_engine(outcome)  # this may be over before the next probe
             self._unwilling[worker] = worker.changes, worker.probes if brief else None
         else:
             self._unwilling.pop(worker, None)

@@ -49,7 +49,7 @@ class CatchUp:
                 await asyncio.gather(*(self._note_paused(worker) for worker in self._unrecorded()))
                 await self._detect_other_resumes()
                 await asyncio.gather(*(self._resume(worker) for worker in self._missed_resumes()))
-            if self._controls.idle:  # still; otherwise a resume may have begun, and a pause would follow it
+            if self._controls.idle:  # again: a pause sent now could undo a resume that has begun meanwhile
                 await asyncio.gather(*(self._catch_up(worker) for worker in self._behind()))
 
     async def _note_paused(self, worker: Worker) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LATE_S = 1.0  # a probe that ends this long after its timeout shows that this process got no CPU time
-NOT_READY_RATE = 4.0  # how many times as often workers are probed that are not ready
+NOT_READY_RATE = 4.0  # workers that are not ready are probed this many times as often
 STATES: dict[str, WorkerState] = {
     "running": "ready",
     "pausing": "paused",

@@ -68,12 +68,12 @@ Node = tuple[Visit, ...]
 
 
 class Path(msgspec.Struct, gc=False, eq=False):
-    """A prompt and its node keys."""
+    """A prompt, and the keys of the nodes that stand for its prefixes."""
 
     root: int
     prompt: bytes
     chat: bool
-    size: int  # bytes that the next turn will start with
+    size: int  # how many bytes of the prompt the next turn will repeat
     cuts: list[int]  # keys of the nodes at CUTS
     tail: int  # key of the node at the end of the prompt
 
@@ -137,7 +137,7 @@ class PrefixIndex:
         return match
 
     def _find_previous_turn(self, match: Match, path: Path, first_unknown_cut: int) -> None:
-        """Find the previous turn: it ended with a message, before the first cut that no worker has seen."""
+        """Find the previous turn: it ended with a message, before the first cut that is not in the index."""
         prompt, end = path.prompt, min(path.size, first_unknown_cut) - 1
         for _ in range(LOOKBACK_MESSAGES):
             end = self._message_end(prompt, end)

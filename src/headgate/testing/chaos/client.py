@@ -21,9 +21,8 @@ class ObservedChoice:
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # weight version of each token
     text: str = ""
-    ends: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # finish reasons with their causes; a correct answer has exactly one
+    # Finish reasons with their causes; a correct answer has exactly one.
+    ends: list[tuple[str, str]] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
 
     @property

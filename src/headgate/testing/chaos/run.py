@@ -79,9 +79,8 @@ class ChaosRun:
     settings: ChaosSettings
     environ: Mapping[str, str]
     progress: Callable[[str], None]
-    over: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set this to stop injecting faults; the run then ends as usual
+    # Set this to stop injecting faults; the run then ends as usual.
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, folder: Path) -> ChaosReport:
         tracebacks = TracebackCollector()

@@ -61,10 +61,10 @@ class Actions(HostileActions):
             request.disturbed |= request.to == action.target
         router.host.kill()
         fleet.floor_versions.pop(action.target, None)
-        fleet.resumes += 1  # the new router does not know of any pause
+        fleet.resumes += 1  # the new router has no record of a pause
         await asyncio.sleep(min(action.duration_s, 1.0))
         fleet.restart(router)
-        fleet.agreed &= not fleet.version  # the new router does not know of earlier updates
+        fleet.agreed &= not fleet.version  # the new router has no record of earlier updates
 
     async def lose_machine(self, action: PlannedAction) -> None:
         self._network.isolate(action.target)

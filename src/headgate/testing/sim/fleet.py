@@ -71,9 +71,8 @@ class SimFleet:
         self._retried_s: dict[str, float] = {}  # name -> when the client retried with its Idempotency-Key
         self._calls = 0
         self.dishonest: dict[str, None] = {}  # servers that have given false answers
-        self._unknown_claims: set[tuple[str, str]] = (
-            set()
-        )  # (router, id) of requests that a dishonest server claims to have, but the router did not have
+        # (router, id) of requests that a dishonest server claims to have, but the router did not have.
+        self._unknown_claims: set[tuple[str, str]] = set()
         self._ids = Counter(request.id for request in plan.requests)
         self._choices = Counter(name for request in plan.requests for name in request.choice_names)
         self._placements: dict[tuple[str, str], list[str]] = {}  # (router, id) -> addresses of workers

@@ -27,12 +27,13 @@ GIANT = 20_000  # characters of a prompt; the context holds 160 tokens
 HARMLESS = ("squat", "forge", "probe_salts", "pry", "ask_politely", "lie")  # must not affect other clients
 STOPS = ("stop_across", "pause_and_crash")  # faults, like any stopped or killed process
 ACTIONS = (*HARMLESS, *STOPS)
+# Actions that send generation requests of their own.
 GENERATING = (
     "squat",
     "forge",
     "probe_salts",
     "ask_politely",
-)  # actions that send generation requests of their own
+)
 
 MALFORMED_ANSWERS: tuple[bytes, ...] = (
     b"",

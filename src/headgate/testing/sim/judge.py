@@ -30,9 +30,8 @@ CAUSES = {
     "deadline": {"deadline"},
     "faults": {"shutdown", "engine_lost", "preempted"},
 }
-ROUTER_CAUSES = (
-    CAUSES["abort"] | CAUSES["deadline"] | {"pause"}
-)  # causes with which a router itself ends requests that no worker has
+# Causes with which a router itself ends requests that no worker has.
+ROUTER_CAUSES = CAUSES["abort"] | CAUSES["deadline"] | {"pause"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,14 @@ PORT = 7000  # port of a server's first engine; it stays the same after a restar
 NETWORK = "10.0.0.0/8"
 MOST_AT_ONCE = 256  # most bytes that one write accepts; less than the size of several blocks
 PORTION = 2  # number of blocks that are read or written together
+# The stages of a transfer, in the order in which engines reach them.
 STAGES = (
     "attach",
     "renewed",
     "fetch",
     "fetched",
     "released",
-)  # the stages of a transfer, in the order in which engines reach them
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,10 +137,11 @@ class SimulationPlan:
     roles: tuple[str, ...] = ()  # the roles of the servers; if empty, all are mixed
     kv: KvSettings | None = None  # None: no KV is transferred between engines
     tenants: tuple[str, ...] = ()  # each has an API key; empty: requests need no key
+    # Which kinds of hosts have tenant keys; routers and servers always have an admin key.
     keys_at: tuple[str, ...] = (
         "routers",
         "servers",
-    )  # which kinds of hosts have tenant keys; routers and servers always have an admin key
+    )
     stall_s: float = 6.0  # client stall timeout
 
     @property

@@ -314,7 +314,7 @@ class World(SimFleet):
         return self._listen(self.hosts.values())
 
     async def _resume_all(self) -> None:
-        """Resume the fleet through each router, because a router does not know of the other's control calls."""
+        """Resume the fleet through each router, because a router has no record of control calls to another."""
         for router in self.routers:
             for _ in range(TRIES):
                 if not self.agreed:
