@@ -1,6 +1,6 @@
 """Runs a command as on a machine that booted a minute ago: `python tests/just_started.py pytest ...`.
 
-A monotonic clock starts at boot, so a bug of the kind "0.0 is long ago" shows only shortly after boot (sentence 80).
+A monotonic clock starts at boot, so a bug of the kind "0.0 is long ago" shows only shortly after boot (guarantee 80).
 A time namespace simulates that on any machine; where none can be created, the command runs on the machine's clock.
 """
 

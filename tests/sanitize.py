@@ -28,11 +28,12 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:abort_on_error=1",
     "PYTHONMALLOC": "malloc",  # one allocation per object, so that reads beyond it are detected
 }
+# The first one looks up symbols of the last one when it starts.
 LIBRARIES = (
     "libasan.so",
     "libubsan.so",
     "libstdc++.so",
-)  # the first one looks up symbols of the last one when it starts
+)
 EXAMPLES = 300
 ROUTER = ("tests/router/test_fast_path.py",)
 KERNELS = tuple(f"tests/layers/test_cpu_{name}.py" for name in ("attention", "linear", "sample", "thread_team"))

@@ -1,4 +1,4 @@
-"""Sentence 80: nothing depends on the uptime of the machine, and no decision depends on the wall clock.
+"""Guarantee 80: nothing depends on the uptime of the machine, and no decision depends on the wall clock.
 
 A monotonic clock starts at boot, so 0.0 does not mean "long ago": on a machine that just booted it is a moment ago.
 `tests/just_started.py` runs all tests as on such a machine; the tests here check the source code.

@@ -1,4 +1,4 @@
-"""The same request, seed and weights give the same tokens, however they are scheduled (invariant 10, sentence 60)."""
+"""The same request, seed and weights give the same tokens, however they are scheduled (invariant 10, guarantee 60)."""
 
 from __future__ import annotations
 

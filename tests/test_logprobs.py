@@ -1,4 +1,4 @@
-"""Log-probabilities against `transformers` on the same weights, in each mode (sentences 56 and 76)."""
+"""Log-probabilities against `transformers` on the same weights, in each mode (guarantees 56 and 76)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentence 54: no pickle on any socket, in any weight body or crash file."""
+"""Guarantee 54: no pickle on any socket, in any weight body or crash file."""
 
 from __future__ import annotations
 

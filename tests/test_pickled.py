@@ -1,4 +1,4 @@
-"""Sentence 54: pickles of other systems are read opcode by opcode, and nothing in them is imported, called or built."""
+"""Guarantee 54: pickles of other systems are read opcode by opcode, and nothing in them is imported, called or built."""
 
 from __future__ import annotations
 

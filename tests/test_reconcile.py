@@ -1,4 +1,4 @@
-"""Catch-up steps for every combination of desired and observed state (sentences 24, 29, 55, 75)."""
+"""Catch-up steps for every combination of desired and observed state (guarantees 24, 29, 55, 75)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output: answers are valid, and identical however they were scheduled (lifecycle, sentence 56)."""
+"""Structured output: answers are valid, and identical however they were scheduled (lifecycle, guarantee 56)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants take turns on the event loop: a tenant's work does not wait for all earlier work of another (63)."""
+"""Tenants take turns on the event loop: a tenant's work does not wait for all earlier work of another (guarantee 63)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pause applies to accepted requests that no engine has yet (sentence 71)."""
+"""A pause applies to accepted requests that no engine has yet (guarantee 71)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The usage records and the engines report exactly the same number of tokens (sentence 53)."""
+"""The usage records and the engines report exactly the same number of tokens (guarantee 53)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests in flight, waiting and refused (46); places are released however a wait ends."""
+"""Requests in flight, waiting and refused (guarantee 46); places are released however a wait ends."""
 
 from __future__ import annotations
 

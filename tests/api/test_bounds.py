@@ -1,4 +1,7 @@
-"""Control calls while engines are stopped or killed are answered in time and correctly, and stay in force (61, 75)."""
+"""Control calls while engines are stopped or killed are answered in time and correctly, and stay in force.
+
+Guarantees 61 and 75.
+"""
 
 from __future__ import annotations
 

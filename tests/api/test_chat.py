@@ -233,7 +233,7 @@ def idle(server: LiveServer) -> bool:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_request_of_a_client_that_disconnects_is_aborted_at_once(server: LiveServer, stream: bool):
-    """Sentence 12 of docs/lifecycle.md."""
+    """Guarantee 12 of docs/lifecycle.md."""
     aborts, counts = 0, server.api.ledger.metrics.aborts
     for _ in range(10):  # repeated if the answer was complete before this thread could disconnect
         before = counts["client_disconnect"]

@@ -1,4 +1,7 @@
-"""The gate with several tenants: requests begin in turn, and callers without a free place are refused early (63)."""
+"""The gate with several tenants: requests begin in turn, and callers without a free place are refused early.
+
+Guarantee 63.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The cost of a prompt is bounded before it is tokenised (64), and the memory of bodies is bounded per tenant (63)."""
+"""The cost of a prompt is bounded before it is tokenised, and the memory of bodies is bounded per tenant.
+
+Guarantees 64 and 63.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A busy engine is healthy, a wedged one is not (sentence 50). `test_server` tests this with real processes."""
+"""A busy engine is healthy, a wedged one is not (guarantee 50). `test_server` tests this with real processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The journal, byte for byte, with a scripted engine; see docs/decisions/0006-the-journal.md.
 
-Sentence 36: an answer that another server continues equals an uninterrupted one.
+Guarantee 36: an answer that another server continues equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -285,9 +285,8 @@ def test_a_movable_end_is_withheld_and_its_release_equals_the_normal_end(
     expected = plain if body.get("stream") else b"data: " + plain + b"\n\n"
     assert same_but_time(shown(told) + unveiled(told)) == same_but_time(expected)
     assert told.count(b":m :j 0 ") == bool(body.get("stream"))  # the last tokens, in case the end is released
-    assert (
-        told.count(b":m :f 0 %b %b " % (reason.encode(), cause.encode())) == 1
-    )  # 73: the actual reason, strict or not
+    # Guarantee 73: the actual reason, strict or not.
+    assert told.count(b":m :f 0 %b %b " % (reason.encode(), cause.encode())) == 1
 
 
 @pytest.mark.parametrize(("path", "body"), KINDS)
@@ -389,7 +388,7 @@ def test_an_engine_lost_before_the_first_token_is_a_503_with_a_journal_too(model
 
 
 def test_a_complete_answer_has_keep_alive_comments_while_the_engine_is_silent(model: Path):
-    """Sentence 51."""
+    """Guarantee 51."""
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         while client.body.count(b": keep-alive\n\n") < 3:
@@ -479,7 +478,7 @@ def test_an_answer_whose_choices_have_all_ended_is_closed_without_an_engine(mode
     assert client.status == 200 and client.headers["x-headgate-journal"] == "1" and done == b"data: [DONE]"
     told = json.loads(usage[6:])["usage"]
     assert (told["prompt_tokens"], told["completion_tokens"]) == (2, 1)
-    assert told["prompt_tokens_details"]["cached_tokens"] == 0  # 68: no cache was used here
+    assert told["prompt_tokens_details"]["cached_tokens"] == 0  # guarantee 68: no cache was used here
     assert engines.streams == []
 
 

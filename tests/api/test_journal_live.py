@@ -1,4 +1,4 @@
-"""Sentences 36 and 56 with two real servers: one continues the other's answer, wherever it was cut.
+"""Guarantees 36 and 56 with two real servers: one continues the other's answer, wherever it was cut.
 
 The grouping of tokens into events depends on timing, so the tests compare the combined content of a choice's events.
 """

@@ -1,4 +1,4 @@
-"""Admission and accounting: every admitted request is counted once at its end (sentences 46, 47, 53, 63)."""
+"""Admission and accounting: every admitted request is counted once at its end (guarantees 46, 47, 53, 63)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--logprobs-mode`: the log-probabilities of requests that do not select others (76)."""
+"""`--logprobs-mode`: the log-probabilities of requests that do not select others (guarantee 76)."""
 
 from __future__ import annotations
 

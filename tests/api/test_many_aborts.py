@@ -1,4 +1,4 @@
-"""Two thousand requests, all of them ended early by a mix of means, while new ones arrive (sentences 7, 9, 10, 12, 13)."""
+"""Two thousand requests, all of them ended early by a mix of means, while new ones arrive (guarantees 7, 9, 10, 12, 13)."""
 
 from __future__ import annotations
 

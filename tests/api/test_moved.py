@@ -1,4 +1,4 @@
-"""Sentence 56: the constraints and extras of an answer survive preemption, a pause and a move to another engine."""
+"""Guarantee 56: the constraints and extras of an answer survive preemption, a pause and a move to another engine."""
 
 from __future__ import annotations
 

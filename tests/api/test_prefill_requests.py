@@ -1,4 +1,4 @@
-"""A prefill request, which computes the prompt of another request, is not listed or counted itself (72)."""
+"""A prefill request, which computes the prompt of another request, is not listed or counted itself (guarantee 72)."""
 
 from __future__ import annotations
 

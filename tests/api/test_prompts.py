@@ -80,7 +80,7 @@ def test_a_refusal_in_a_thread_reaches_the_caller() -> None:
     api.pool.shutdown()
 
 
-# ------------------------------------------------------------------------------------- what a prompt may cost (64)
+# ------------------------------------------------------------------------- what a prompt may cost (guarantee 64)
 
 
 class Counting(Tokenizer):

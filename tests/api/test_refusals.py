@@ -1,4 +1,7 @@
-"""The memory of a refused request is freed without the garbage collector: a prompt may have megabytes (63, 64)."""
+"""The memory of a refused request is freed without the garbage collector: a prompt may have megabytes.
+
+Guarantees 63 and 64.
+"""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def states(health: httpx.Response) -> set[str]:
 
 
 def test_a_stopped_engine_makes_health_fail_within_5_s_and_recover(pair):
-    """Sentence 50. The 5 s are measured by the server, because this machine may not schedule the test."""
+    """Guarantee 50. The 5 s are measured by the server, because this machine may not schedule the test."""
     assert PING_TIMEOUT_S < 5
     pid = pair.engine_pids()[0]
     with pair.client() as client:

@@ -91,7 +91,7 @@ def test_deltas_are_complete_characters_and_end_before_the_stop_string(
 
 
 def test_a_stream_has_keep_alive_comments_while_the_engine_is_silent(model: Path):
-    """Sentence 51."""
+    """Guarantee 51."""
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         while client.body.count(b": keep-alive\n\n") < 3:

@@ -40,9 +40,8 @@ def test_a_minute_of_aborts_pauses_and_updates_does_not_grow_the_processes(tmp_p
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     report = json.loads((tmp_path / "chaos.json").read_text())
     assert report["servers_started_again"] == 0
-    assert (
-        set(report["memory_mb"]) == set(report["at_rest"]) and len(report["at_rest"]) == 7
-    )  # a router, 3 servers, 3 engines
+    # A router, 3 servers, 3 engines.
+    assert set(report["memory_mb"]) == set(report["at_rest"]) and len(report["at_rest"]) == 7
 
 
 @pytest.mark.slow

@@ -148,11 +148,12 @@ def test_waiting_requests_are_distinguished_from_running_ones():
         )
         router.live["", "a", 0] = waiting  # type: ignore[assignment]
         load = load_of(router, "mixed")
+        # A long prompt is being computed; nothing waits.
         assert (load.queue_s, load.kv_usage, load.busy) == (
             0,
             0.75,
             0.25,
-        )  # a long prompt is being computed; nothing waits
+        )
         worker.waiting = 1
         assert load_of(router, "mixed").queue_s >= 7 and load_of(router, "prefill").queue_s == 0
         waiting.journal.tokens = 1

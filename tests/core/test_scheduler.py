@@ -1198,7 +1198,7 @@ def test_a_request_is_validated_when_it_is_constructed():
         GenerateRequest(1, ())
 
 
-# -- tenants (rule 63) ------------------------------------------------------------
+# -- tenants (guarantee 63) ------------------------------------------------------------
 
 
 def rows_of(engine: Engine) -> dict[str, int]:

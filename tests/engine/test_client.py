@@ -86,9 +86,8 @@ def test_62_an_unread_stream_of_a_tenant_suspends_its_sequence(tmp_path):
         async with stage.client() as client, client.generate(request) as stream:
             while not any(isinstance(message, Suspend) for message in stage.received):
                 await asyncio.sleep(0.001)
-            assert await collect(client, make_request(2, 50)) == answer(
-                2, 50
-            )  # the launched step of the other stream has landed
+            # The launched step of the other stream has landed.
+            assert await collect(client, make_request(2, 50)) == answer(2, 50)
             made = stream.made
             assert UNREAD_TOKENS <= made < 9000
             assert await collect(client, make_request(3, 50)) == answer(3, 50)
@@ -173,7 +172,7 @@ def test_a_finished_stream_sends_no_abort(tmp_path):
 
 
 def test_a_burst_of_disconnects_sends_few_messages_and_loses_no_abort(tmp_path):
-    """Rule 13: aborts are coalesced, at most 1,024 ids each; none is lost or sent twice."""
+    """Guarantee 13: aborts are coalesced, at most 1,024 ids each; none is lost or sent twice."""
     count = 1500
 
     async def main() -> None:
@@ -290,7 +289,7 @@ def test_14_a_failed_send_is_logged_with_engine_and_ids_and_delays_no_other_requ
 
 
 def test_10_ten_thousand_requests_finish_or_are_aborted_and_each_ends_once(tmp_path):
-    """Rule 10; and rule 15: requests that have already ended are skipped."""
+    """Guarantee 10; and guarantee 15: requests that have already ended are skipped."""
     count = 10_000
 
     async def main() -> None:

@@ -1,4 +1,7 @@
-"""Fields of generation requests: null, defaults and values without effect are accepted, others are refused by name (77)."""
+"""Fields of generation requests: null, defaults and values without effect are accepted, others are refused by name.
+
+Guarantee 77.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Status and small control calls under the names that trainers and gateways use (77)."""
+"""Status and small control calls under the names that trainers and gateways use (guarantee 77)."""
 
 from __future__ import annotations
 

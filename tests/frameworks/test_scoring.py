@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, as teachers and reference models are asked for them (sentences 76 and 77)."""
+"""Log-probabilities of prompts, as teachers and reference models are asked for them (guarantees 76 and 77)."""
 
 from __future__ import annotations
 

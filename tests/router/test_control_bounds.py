@@ -1,4 +1,4 @@
-"""Control calls to a fleet in which one worker answers probes and nothing else (sentence 61)."""
+"""Control calls to a fleet in which one worker answers probes and nothing else (guarantee 61)."""
 
 from __future__ import annotations
 

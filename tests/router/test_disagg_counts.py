@@ -1,4 +1,4 @@
-"""A request whose prompt another server computes is one request in lists, answers and metrics (sentence 72)."""
+"""A request whose prompt another server computes is one request in lists, answers and metrics (guarantee 72)."""
 
 from __future__ import annotations
 

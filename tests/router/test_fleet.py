@@ -1,4 +1,4 @@
-"""The fleet: candidates, circuit breaking (44), weight versions (55), and load released once (41)."""
+"""The fleet: candidates, circuit breaking, weight versions, and load released once (guarantees 44, 55, 41)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections to workers through a whole router: kept after each answer, never shared (sentence 41)."""
+"""Connections to workers through a whole router: kept after each answer, never shared (guarantee 41)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real servers behind a real router, killed and stopped while they answer: clients do not notice (36, 45, 56)."""
+"""Real servers behind a real router, killed and stopped while they answer: clients do not notice.
+
+Guarantees 36, 45 and 56.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A pause of the fleet and requests that no worker has yet, in every state in which the router may hold one (71)."""
+"""A pause of the fleet and requests that no worker has yet, in every state in which the router may hold one.
+
+Guarantee 71.
+"""
 
 from __future__ import annotations
 

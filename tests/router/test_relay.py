@@ -1,4 +1,4 @@
-"""Requests through a router to faulty workers, over real sockets; sentences 36 and 40 to 47."""
+"""Requests through a router to faulty workers, over real sockets; guarantees 36 and 40 to 47."""
 
 from __future__ import annotations
 

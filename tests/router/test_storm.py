@@ -1,4 +1,4 @@
-"""Thousands of requests under faults: correct answers or one clear error, and nothing leaks (41, 10)."""
+"""Thousands of requests under faults: correct answers or one clear error, and nothing leaks (guarantees 41, 10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that wait in the router: for the end of a pause, a worker or admission; sentences 19, 23, 29, 51, 58."""
+"""Requests that wait in the router: for the end of a pause, a worker or admission; guarantees 19, 23, 29, 51, 58."""
 
 from __future__ import annotations
 

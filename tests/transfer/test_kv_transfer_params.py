@@ -104,7 +104,7 @@ def test_the_kv_is_kept_after_the_answer_and_can_be_aborted(both):
     p, _ = both
     prefilled(p, "/v1/completions", salted(COMPLETION, "kept") | {"request_id": "x"})
     status = p.status()
-    assert (status.leases, status.leased_blocks, status.held_blocks) == (1, 6, 6)  # (30) it counts as used
+    assert (status.leases, status.leased_blocks, status.held_blocks) == (1, 6, 6)  # it counts as used (guarantee 30)
     with p.http as http:
         (kept,) = http.get("/v1/requests").json()["data"]
     assert kept["kind"] == "prefill" and kept["request_id"].startswith("x#kv-")
@@ -122,7 +122,7 @@ def test_37_kv_that_is_never_fetched_is_released_when_its_lease_ends(served, bot
         assert p.status().leases_expired == 1
         assert eventually(lambda: p.api.ledger.in_flight == 0)
         lost = d.status().transfers_lost
-        late = d.post("/v1/completions", body | {"kv_transfer_params": params}).json()["choices"]  # (39)
+        late = d.post("/v1/completions", body | {"kv_transfer_params": params}).json()["choices"]  # guarantee 39
         assert late == d.post("/v1/completions", salted(COMPLETION, "alone")).json()["choices"]
         assert d.status().transfers_lost == lost + 1 and released(d)
 

@@ -70,7 +70,7 @@ class Prepared:
     step: Callable[[], torch.Tensor]
     columns: torch.Tensor  # [columns, size]: the step's inputs
     tokens: torch.Tensor  # [size]: the step's output
-    logprobs: torch.Tensor  # [size]: of the tokens, where requested
+    logprobs: torch.Tensor  # [size]: of the sampled tokens, where requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Captured:
     columns: torch.Tensor  # [columns, size]
     logits: torch.Tensor  # [size, vocab], valid until the next replay of any graph
     tokens: torch.Tensor  # [size]
-    logprobs: torch.Tensor  # [size]: of the tokens, where requested; in the graph, no other token is scored
+    logprobs: torch.Tensor  # [size]: of the sampled tokens, where requested; graphs compute no top log-probabilities
 
 
 class StepGraphs:

@@ -127,8 +127,7 @@ def load_template(model: Path, **options: Any) -> ChatTemplate | None:
     return ChatTemplate(sources, variables=variables, **options) if sources else None
 
 
-# ----------------------------------------------------------------------------------------------- locations of
-# templates
+# ----------------------------------------------------------------------------------------- locations of templates
 
 
 def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -164,8 +163,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-# -------------------------------------------------------------------------------------------------- inputs of
-# templates
+# -------------------------------------------------------------------------------------------- inputs of templates
 
 
 def _prepared(message: Message, *, flatten: bool) -> dict[str, Any]:

@@ -84,8 +84,7 @@ def format_of(template: str | None) -> ToolFormat:
     return ToolFormat.HERMES
 
 
-# ------------------------------------------------------------------------------------------- grammars that demand
-# calls
+# ------------------------------------------------------------------------------------ grammars that demand calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,7 @@ def _maybe(text: str) -> str:
     return literal(text) if text else ""
 
 
-# -------------------------------------------------------------------------------------------------------- parsing
-# calls
+# -------------------------------------------------------------------------------------------------- parsing calls
 
 
 @dataclass(frozen=True, slots=True)

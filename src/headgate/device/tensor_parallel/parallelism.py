@@ -56,7 +56,7 @@ class Parallelism(Protocol):
         """Create the executor. It owns this object from now on, and closes it when it is closed."""
 
     def close(self) -> None:
-        """Release everything outside this process."""
+        """End the other ranks and undo what their start changed in this process."""
 
 
 class SingleRank:

@@ -86,7 +86,7 @@ class FleetOperator:
             await asyncio.sleep(0.2)
 
     async def call_in_time(self) -> None:
-        """Rule 61: make calls to every server that must be answered in time. They change only the cache."""
+        """Guarantee 61: make calls to every server that must be answered in time. They change only the cache."""
         await self._call("/v1/abort_requests", {"req_ids": ["none"], "timeout": SHORT_S}, SHORT_S)
         await self._call("/v1/flush_cache", {}, FLUSH_S)
 

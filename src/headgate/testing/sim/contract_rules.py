@@ -1,4 +1,4 @@
-"""Checks the rules 61 to 75 of the lifecycle contract (docs/lifecycle.md) that a run can break.
+"""Checks the guarantees 61 to 75 of the lifecycle contract (docs/lifecycle.md) that a run can break.
 
 Each check yields one string per violation. The content of answers is checked by `judge`; this module checks timing,
 isolation between clients, and the answers of control calls.
@@ -40,14 +40,14 @@ def timeout_of(path: str, body: Any) -> float:
 
 
 def late_answer(called: str, reply: ReceivedAnswer, timeout_s: float, stopped_s: float) -> Iterator[str]:
-    """Rule 61: a control call is answered in time. `stopped_s` is how long the called process was itself stopped."""
+    """Guarantee 61: a control call is answered in time. `stopped_s` is how long the called process was itself stopped."""
     took_s = reply.ended_s - reply.began_s - stopped_s
     if took_s > timeout_s + SLACK_S + NETWORK_S:
         yield f"61: {called} with a timeout of {timeout_s:g} s was answered after {took_s:.2f} s"
 
 
 def missed_deadline(request: PlannedRequest, stopped_s: float) -> Iterator[str]:
-    """Rule 69: a request ends at its deadline. `stopped_s` is how long the called process was itself stopped."""
+    """Guarantee 69: a request ends at its deadline. `stopped_s` is how long the called process was itself stopped."""
     due_ms = request.body.get("deadline_ms")
     if due_ms is None or request.behaviour.slow_s or request.behaviour.stalls or request.disturbed:
         return
@@ -59,7 +59,7 @@ def missed_deadline(request: PlannedRequest, stopped_s: float) -> Iterator[str]:
 
 
 def is_stuck(transport: SimTransport, limit_s: float) -> bool:
-    """Rule 62: whether the write buffer has been full for too long without the peer reading a byte."""
+    """Guarantee 62: whether the write buffer has been full for too long without the peer reading a byte."""
     return not transport.lost and transport.stuck_s > limit_s + STALL_SLACK_S
 
 
@@ -67,7 +67,7 @@ def is_stuck(transport: SimTransport, limit_s: float) -> bool:
 
 
 def implausible_counters(servers: Iterable[SimServer]) -> Iterator[str]:
-    """Rule 68: clients cannot raise the token counters with forged progress."""
+    """Guarantee 68: clients cannot raise the token counters with forged progress."""
     for server in servers:
         if server.ledger is None:
             continue
@@ -80,7 +80,7 @@ def implausible_counters(servers: Iterable[SimServer]) -> Iterator[str]:
 
 
 def listed_twice(path: str, answer: Any, known: Counter[str]) -> Iterator[str]:
-    """Rule 72: an answer lists each request once. `known` counts the requests and choices of the run that use each id."""
+    """Guarantee 72: an answer lists each request once. `known` counts the run's requests and choices that use each id."""
     if not isinstance(answer, dict):
         return
     if path == "/v1/requests":
@@ -103,7 +103,7 @@ def _duplicates(kind: str, named: Counter[str], known: Counter[str]) -> Iterator
 
 
 def overcounted(result: Any, requests: Collection[PlannedRequest], since_s: float) -> Iterator[str]:
-    """Rule 72: a pause cannot end or finish more choices than exist. A repeated pause may count them again."""
+    """Guarantee 72: a pause cannot end or finish more choices than exist. A repeated pause may count them again."""
     if not isinstance(result, dict):
         return
     sent = [
@@ -117,7 +117,7 @@ def overcounted(result: Any, requests: Collection[PlannedRequest], since_s: floa
 
 
 def false_blame(result: Any, others: Collection[str], *, faults: bool) -> Iterator[str]:
-    """Rule 70: workers are not blamed for another worker's false answers. `others` are the honest workers' addresses.
+    """Guarantee 70: workers are not blamed for another worker's false answers. `others` are the honest workers' addresses.
 
     With `faults`, the run has faults that a router tolerates. A worker whose engines were killed is down.
     """

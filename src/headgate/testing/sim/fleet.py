@@ -301,7 +301,7 @@ class SimFleet:
         return any(action.kind in (*FAULTS, *KV_FAULTS) for action in self.plan.actions)
 
     def _check_obeyed(self, held: list[tuple[Exchange, ...]], *, out_of_time: bool) -> None:
-        """Rule 71: after a pause with mode abort, all requests that the router had accepted before it have ended.
+        """Guarantee 71: after a pause with mode abort, all requests that the router had accepted before it have ended.
 
         If the pause has used its whole timeout, the end of an answer may still be on its way to the client. Its worker
         has then ended the request, and nothing more is generated for it.

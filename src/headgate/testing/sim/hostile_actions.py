@@ -81,7 +81,7 @@ class HostileActions:
         host.resume()
 
     async def pause_and_crash(self, action: PlannedAction) -> None:
-        """Rule 75: a process that is killed while it pauses must be paused after its restart."""
+        """Guarantee 75: a process that is killed while it pauses must be paused after its restart."""
         fleet, details = self._fleet, action.details
         resumes, server = fleet.resumes, fleet.hosts[action.target]
         engine, body, host = self._engine(action), {"mode": details["mode"], "timeout": 2}, server.host
@@ -113,7 +113,7 @@ class HostileActions:
         return await call(address, "POST", "/v1/completions", content, {**keys, **(headers or {})})
 
     async def squat(self, action: PlannedAction) -> None:
-        """Rule 65: an id that the server generated cannot be guessed, occupied, or used to abort the request."""
+        """Guarantee 65: an id that the server generated cannot be guessed, occupied, or used to abort the request."""
         fleet, details = self._fleet, action.details
         first = await self._generate(action.via, BOB)
         guesses = next_ids(first.headers.get("x-request-id", ""), details["tries"])
@@ -143,7 +143,7 @@ class HostileActions:
                 fleet.fail("65: a client that guessed the id of another client's request has aborted it")
 
     async def ask_politely(self, action: PlannedAction) -> None:
-        """Rule 63: a tenant with one request at a time is never refused because of another tenant's requests."""
+        """Guarantee 63: a tenant with one request at a time is never refused because of another tenant's requests."""
         plan = self._fleet.plan
         others = any(other.kind in GENERATING for other in plan.actions if other is not action)
         alone = not (others or any(request.tenant == ANN for request in plan.requests))
@@ -153,7 +153,7 @@ class HostileActions:
                 self._fleet.fail(f"63: a tenant with one request at a time was refused: {bytes(reply.body)[:200]!r}")
 
     async def forge(self, action: PlannedAction) -> None:
-        """Rule 68: forged progress is refused or recomputed. The counters are checked at the end of the run."""
+        """Guarantee 68: forged progress is refused or recomputed. The counters are checked at the end of the run."""
         to = action.target if action.details["direct"] else action.via
         headers = {"x-headgate-journal": "1800000000"} if action.details["direct"] else {}
         resume = {"choices": [FORGERIES[action.details["kind"]]]}
@@ -162,7 +162,7 @@ class HostileActions:
             self._fleet.fail(f"68: a forged resume was answered {reply.status}: {bytes(reply.body)!r}")
 
     async def probe_salts(self, action: PlannedAction) -> None:
-        """Rule 66: no cache hit reveals the prompts of another tenant."""
+        """Guarantee 66: no cache hit reveals the prompts of another tenant."""
         ids, via = action.details["ids"], action.via
         first = await self._generate(via, ANN, prompt=ids, max_tokens=1)
         if first.status != 200 or not first.whole:
@@ -194,7 +194,7 @@ class HostileActions:
         return disturbed if router is None else (*disturbed, router.counters.retries, router.counters.resumes)
 
     async def pry(self, action: PlannedAction) -> None:
-        """Rules 65, 67: a tenant or an anonymous caller can neither see nor abort requests of others."""
+        """Guarantees 65, 67: a tenant or an anonymous caller can neither see nor abort requests of others."""
         fleet, tenant, names = self._fleet, action.details["tenant"], action.details["req_ids"]
         number = 65 if tenant else 67
         own = {request.id for request in fleet.plan.requests if request.tenant == tenant}

@@ -151,7 +151,7 @@ def read(request: PlannedRequest) -> JudgedAnswer:
 
 
 def _read_strictly(answer: JudgedAnswer, parts: list[Any], errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Translate OpenAI's finish reasons back into ours (rule 57). Returns the errors that belong to no choice."""
+    """Translate OpenAI's finish reasons back into ours (guarantee 57). Returns the errors that belong to no choice."""
     codes = {error.get("code") for error in errors}
     explained = set()
     for part in parts:
@@ -195,7 +195,7 @@ def _check_content(request: PlannedRequest, answer: JudgedAnswer, circumstances:
 def _was_returned_for_rescheduling(
     request: PlannedRequest, choice: JudgedChoice, circumstances: Circumstances
 ) -> bool:
-    """Whether the choice was returned for rescheduling (rule 34) and then ended early, with ids but without text."""
+    """Whether the choice was returned for rescheduling (guarantee 34) and then ended early, with ids but without text."""
     rescheduled = (
         circumstances.reschedules and choice.finish == "abort" and choice.cause in ("api_abort", "deadline", "pause")
     )

@@ -156,7 +156,7 @@ class World(SimFleet):
             yield from self._refused_in_pause(request)
 
     def _refused_in_pause(self, request: PlannedRequest) -> Iterator[str]:
-        """Rule 71: a request that was accepted before a pause is not refused because of it."""
+        """Guarantee 71: a request that was accepted before a pause is not refused because of it."""
         if request.reply.whole and not request.retries and f"{code_of(request)}" == "paused":
             yield f"71: {request.name} was accepted before the fleet was paused, but refused as paused"
 
@@ -236,7 +236,7 @@ class World(SimFleet):
             )
 
     async def _check_stalled(self, request: PlannedRequest, host: SimProcess) -> None:
-        """Rule 62: the connection of a client that reads nothing is closed in time."""
+        """Guarantee 62: the connection of a client that reads nothing is closed in time."""
         while not request.reply.ended_s:
             await asyncio.sleep(0.5)
             ends = [transport.peer for transport in self.network.transports if transport.host is host]
@@ -327,7 +327,7 @@ class World(SimFleet):
                 self.fail(f"{router.name} could not update and resume the fleet: {bytes(reply.body)!r}")
 
     def _is_busy(self) -> bool:
-        """Whether requests may be refused for lack of a place. One of several tenants never gets all of them (rule 63)."""
+        """Whether requests may be refused for lack of a place. Of several tenants, none gets all of them (guarantee 63)."""
         places = min(self.plan.settings.most_choices, self.plan.max_queue)
         choices = sum(request.n for request in self.plan.requests)
         return places < MANY or (bool(self.plan.tenants) and choices > shares.FACTOR * places // (shares.FACTOR + 1))
