@@ -64,7 +64,7 @@ FaultKind = Literal[
     "late_close",  # a complete answer, after which the connection closes
     "stall",  # silent after `at` blocks until a pause ends it
     "late",  # reaches the worker after the pause
-    "unended",  # sends the whole answer, and never says that it is over
+    "unended",  # sends the whole answer, but never its terminating chunk
 ]
 
 
