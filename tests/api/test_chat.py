@@ -149,9 +149,11 @@ def test_strict_clients_never_see_abort_nor_a_silent_success(server: LiveServer)
     body, strict = asking(deadline_ms=20, ignore_eos=True, max_tokens=450), {"X-OpenAI-Strict": "true"}
     whole = server.post(PATH, body, headers=strict).json()
     assert whole["choices"][0]["finish_reason"] == "length" and whole["error"]["code"] == "deadline"
+    assert whole["choices"][0]["error"] == whole["error"]
     events = chunks(server.events(PATH, body, headers=strict))
     assert events[-2]["choices"][0]["finish_reason"] == "length"
     assert events[-1]["error"]["code"] == "deadline"
+    assert events[-2]["choices"][0]["error"] == events[-1]["error"]
 
 
 def test_harmless_fields_are_ignored(server: LiveServer):

@@ -426,11 +426,14 @@ def test_every_hostile_fault_kind_is_a_method_of_hostile_clients():
 def test_57_only_the_error_that_explains_a_cut_to_a_strict_client_is_no_problem():
     def received(code: str, *, strict: bool) -> ObservedAnswer:
         answer = ObservedAnswer(0.0, strict=strict)
-        _add_event({"choices": [{"index": 0, "finish_reason": "length", "cause": "pause", "text": ""}]}, answer)
-        _add_event({"error": {"code": code, "message": "cut short"}}, answer)
+        cut = {"finish_reason": "length", "text": ""}
+        causes = enumerate(["api_abort", "pause"])
+        choices = [cut | {"index": i, "cause": cause, "error": {"code": cause}} for i, cause in causes]
+        _add_event({"choices": choices, "error": {"code": code, "message": "cut short"}}, answer)
         return answer
 
     cut = received("pause", strict=True)
-    assert cut.problem is None and cut.choices[0].ends == [("abort", "pause")]
+    assert cut.problem is None
+    assert [choice.ends for choice in cut.choices.values()] == [[("abort", "api_abort")], [("abort", "pause")]]
     assert received("engine_lost", strict=True).problem == "error engine_lost"
     assert received("pause", strict=False).problem == "error pause"

@@ -642,9 +642,8 @@ def test_73_an_end_by_the_router_has_a_standard_finish_reason_for_a_strict_clien
             answer = await ask(url, CHAT, body, {"X-OpenAI-Strict": "true"})
             assert answer.status == 200 and b"abort" not in answer.body
             assert answer.body.count(b'"finish_reason":"length","cause":"deadline"') == 2
-            assert answer.body.count(b'"error":{"message":"the answer was cut short after 0 tokens (deadline)"') == (
-                2 if stream else 1
-            )
+            explained = answer.body.count(b'"error":{"message":"the answer was cut short after 0 tokens (deadline)"')
+            assert explained == 2 + (2 if stream else 1)  # each choice, and its event or the whole answer
             router.release()
 
     run(main())
@@ -661,6 +660,16 @@ def test_73_an_end_that_was_requested_meanwhile_keeps_the_clients_finish_reasons
     before = told("length" if strict else "pd_reschedule", cause, error_body(elsewhere(3)).decode())
     after = told("length" if strict else "abort", "api_abort", error_body(cut_short(3, "api_abort")).decode())
     assert as_aborted(before, "api_abort", strict=strict) == after
+
+
+def test_57_an_end_that_was_requested_meanwhile_leaves_the_errors_of_choices_that_had_ended():
+    def choice(cause: str) -> bytes:
+        error = error_body(cut_short(3, cause)).removeprefix(b"{")
+        return b'{"finish_reason":"length","cause":"%b",%b' % (cause.encode(), error)
+
+    whole = b'{"choices":[%b,%b]}'
+    rewritten = as_aborted(whole % (choice("deadline"), choice("pause")), "api_abort", strict=True)
+    assert rewritten == whole % (choice("deadline"), choice("api_abort"))
 
 
 def elsewhere(tokens: int) -> HeadgateError:

@@ -613,6 +613,20 @@ MUTANTS = [
         test="tests/router/test_relay.py",
     ),
     Mutant(
+        "a strict client gets the error of each choice that was cut short",
+        "api/generate/wire.py",
+        "        if strict:\n            fields[",
+        "        if strict and job.index == 0:\n            fields[",
+        test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "an end rewritten for a strict client keeps the errors of other ends",
+        "router/exchange/ending.py",
+        r"tokens \((?:%b)\)",
+        r"tokens \((?:%b|\w+)\)",
+        test="tests/router/test_relay.py",
+    ),
+    Mutant(
         "nothing depends on the machine's uptime",
         "api/generate/journal.py",
         "        self._sent_s = -inf\n",

@@ -537,6 +537,17 @@ def test_2_4_a_choice_that_was_asked_to_end_continues_on_no_other_worker(run_pla
     assert [len(choices[i].ids) == 60 for i in range(3)] == [True, False, True]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("to", ["router", "server0"])
+def test_57_each_choice_that_was_cut_short_has_its_own_error_for_a_strict_client(run_plan, stream, to):
+    """A whole answer had one error, the first, and the choice with another cause was cut short without an explanation."""
+    asked = request("a", to=to, headers={"x-openai-strict": "true"}, n=2, stream=stream)
+    abort, pause = action(0.3, "abort", req_ids=["a-0"]), action(0.5, "pause", mode="abort")
+    report, _ = run_plan([asked], abort, pause, servers=1)
+    assert not report.failures
+    assert report.ends == {"api_abort": 1, "pause": 1}
+
+
 LATEST = {
     677900124: "an attempt that its router has superseded is not kept under its Idempotency-Key",
     677903472: "a request that moved and ended while workers were listed is not listed by both",
@@ -567,6 +578,7 @@ LATEST = {
     127115408759: "one of several tenants is refused although fewer choices run than there are places",
     779757294146: "a server outlives an engine that was killed while it did not answer",
     255086519796: "an abort ends a request that arrived during the call, although its worker was also paused",
+    3171707521: "the choices of a strict client's whole answer ended for different causes",
     733630493341: "a worker reports a request as ended and as unknown, and its whole answer is still expected",
 }
 

@@ -22,6 +22,7 @@ class BaseChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET  # the same under vLLM's name
     generated_token_ids: list[int] | UnsetType = UNSET  # all tokens of a choice that another server must continue
     weight_versions: list[VersionSpan] | UnsetType = UNSET
+    error: Problem | UnsetType = UNSET  # why the choice was cut short, if the client requested strict values
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -122,7 +123,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: Sequence[int] | UnsetType = UNSET  # as in vLLM; on request
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # as in vLLM; on request
     kv_transfer_params: KeptKv | UnsetType | None = UNSET  # if the request has `do_remote_decode`
-    error: Problem | UnsetType = UNSET  # why the answer was cut short, if the client requested strict values
+    error: Problem | UnsetType = UNSET  # that of the first choice that has one
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -152,7 +153,7 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage
     kv_transfer_params: KeptKv | UnsetType | None = UNSET  # if the request has `do_remote_decode`
-    error: Problem | UnsetType = UNSET  # why the answer was cut short, if the client requested strict values
+    error: Problem | UnsetType = UNSET  # that of the first choice that has one
 
 
 class Tokenized(msgspec.Struct, kw_only=True):

@@ -90,12 +90,12 @@ def status_of(error: BaseException) -> int:
 
 def error_body(error: BaseException, request_id: str = "") -> bytes:
     """The JSON body that reports `error` to the caller. Log the error first if it is a bug of ours."""
+    return _encoder.encode(ErrorBody(problem_of(error, request_id)))
+
+
+def problem_of(error: BaseException, request_id: str = "") -> Problem:
     status = status_of(error)
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return _encoder.encode(ErrorBody(_problem(error, kind, request_id)))
-
-
-def _problem(error: BaseException, kind: str, request_id: str) -> Problem:
     match error:
         case RequestError():
             return Problem(error.message, kind, error.param, error.code)

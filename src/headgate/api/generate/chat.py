@@ -116,7 +116,7 @@ class ChatFormat(ChoicesFormat):
             delta=delta,
             logprobs=self._logprobs(piece),
             finish_reason=finish_reason(piece.finish, strict=self._context.strict, called=called),
-            **extras(self._body, job, piece, self._api.labels, first=first),
+            **extras(self._body, job, piece, self._api.labels, first=first, strict=self._context.strict),
         )
         more = {}
         if first:
@@ -170,7 +170,7 @@ class ChatFormat(ChoicesFormat):
             message=message,
             logprobs=self._logprobs(answer),
             finish_reason=finish_reason(answer.finish, strict=self._context.strict, called=called),
-            **extras(self._body, job, answer, self._api.labels, first=True),
+            **extras(self._body, job, answer, self._api.labels, first=True, strict=self._context.strict),
         )
 
     # -- both -------------------------------------------------------------------

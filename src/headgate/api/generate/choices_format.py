@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.serve import RequestContext
@@ -15,6 +15,7 @@ from headgate.api.generate.usage import usage_of, usage_so_far
 from headgate.api.generate.wire import EventFrame, cut_problem, cut_short, error_event, usage_asked, usage_in_chunks
 from headgate.api.state import Api
 from headgate.contract.answers import Usage
+from headgate.contract.errors import Problem
 from headgate.contract.event_json import encode
 from headgate.contract.schema import Sampled
 from headgate.contract.tickets import kept_kv
@@ -87,8 +88,11 @@ class ChoicesFormat(ABC):
             "model": self._api.model_name,
             "usage": self._usage(),
             "kv_transfer_params": kept_kv(self._transfer, answers[0].ticket, self._api.engines.info.block_size),
-            "error": cut_problem(self._finishes.values()) if self._context.strict else UNSET,
+            "error": self._first_problem() if self._context.strict else UNSET,
         }
+
+    def _first_problem(self) -> Problem | UnsetType:
+        return next((problem for finish in self._finishes.values() if (problem := cut_problem(finish))), UNSET)
 
     def _usage(self) -> Usage:
         return usage_of([finish for _, finish in sorted(self._finishes.items())], self._n)

@@ -120,7 +120,7 @@ class CompletionFormat(ChoicesFormat):
             text=prompt + piece.text if first else piece.text,
             logprobs=self._logprobs(job, piece, first=first) if self._scored else None,
             finish_reason=finish_reason(piece.finish, strict=self._context.strict),
-            **extras(self._body, job, piece, self._api.labels, first=first),
+            **extras(self._body, job, piece, self._api.labels, first=first, strict=self._context.strict),
         )
 
     def _logprobs(self, job: ChoiceJob, piece: Piece, *, first: bool) -> CompletionLogprobs:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
-from headgate.contract.errors import ErrorBody, Problem, error_body
+from headgate.contract.errors import Problem, error_body, problem_of
 from headgate.contract.tickets import KvTicket, kv_ticket
 from headgate.edge.sse import DONE
 from headgate.errors import HeadgateError, PdError
@@ -56,7 +56,7 @@ class ExportFormat:
             cause=finish.cause,
             prompt_tokens=finish.prompt_tokens,
             cached_tokens=finish.cached_tokens,
-            error=UNSET if done else _problem(PdError(f"the KV of this prompt is no longer kept ({finish.cause})")),
+            error=UNSET if done else problem_of(PdError(f"the KV of this prompt is no longer kept ({finish.cause})")),
         )
 
     def closing(self) -> bytes:
@@ -71,7 +71,3 @@ class ExportFormat:
 
 def _event(event: ExportEvent) -> bytes:
     return b"data: " + _encode(event) + b"\n\n"
-
-
-def _problem(error: PdError) -> Problem:
-    return msgspec.json.decode(error_body(error), type=ErrorBody).error

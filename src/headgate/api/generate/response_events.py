@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from headgate.contract.answers import TokenLogprob
-from headgate.contract.errors import ErrorBody, error_body
+from headgate.contract.errors import problem_of
 from headgate.contract.event_json import encode
 from headgate.contract.responses import CallItem, MessageItem, OutputItem, OutputText
 from headgate.errors import HeadgateError
@@ -96,7 +96,7 @@ class Events:
         return self._event(kind, response=response)
 
     def error(self, error: HeadgateError) -> bytes:
-        problem = msgspec.json.decode(error_body(error), type=ErrorBody).error
+        problem = problem_of(error)
         fields = {"code": problem.code, "message": problem.message, "param": problem.param}
         return self._event("error", **fields, error=problem)
 

@@ -6,7 +6,6 @@ delta.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -17,17 +16,21 @@ from headgate.api.generate.usage import version_spans
 from headgate.api.weight_labels import WeightLabels
 from headgate.contract import errors
 from headgate.contract.answers import Usage
-from headgate.contract.errors import ErrorBody, Problem, error_body
+from headgate.contract.errors import Problem, error_body, problem_of
 from headgate.contract.event_json import encode, escaped
 from headgate.contract.schema import Sampled, StreamOptions
 from headgate.errors import HeadgateError, PdError
 
 
-def extras(body: Sampled, job: ChoiceJob, piece: Piece, labels: WeightLabels, *, first: bool) -> dict[str, Any]:
+def extras(
+    body: Sampled, job: ChoiceJob, piece: Piece, labels: WeightLabels, *, first: bool, strict: bool
+) -> dict[str, Any]:
     """Our extra fields of a choice, for a complete answer or a piece; the prompt's ids go with the first piece."""
     fields: dict[str, Any] = {}
     if piece.finish is not None:
         fields["cause"] = piece.finish.cause
+        if strict:
+            fields["error"] = cut_problem(piece.finish)
     if body.return_token_ids:
         fields["completion_token_ids"] = fields["token_ids"] = piece.tokens
         if first:
@@ -57,10 +60,9 @@ def cut_short(finish: Finish) -> HeadgateError | None:
     return errors.cut_short(finish.output_tokens, finish.cause) if finish.reason == "abort" else None
 
 
-def cut_problem(finishes: Iterable[Finish]) -> Problem | UnsetType:
-    """The error of the first choice that was cut short."""
-    errors = (error for finish in finishes if (error := cut_short(finish)))
-    return next((msgspec.json.decode(error_body(error), type=ErrorBody).error for error in errors), UNSET)
+def cut_problem(finish: Finish) -> Problem | UnsetType:
+    error = cut_short(finish)
+    return problem_of(error) if error else UNSET
 
 
 def error_event(error: HeadgateError) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from headgate.contract.errors import cut_short, error_body
+from headgate.contract.errors import Problem, cut_short, error_body, problem_of
 from headgate.contract.event_json import encode
 from headgate.contract.journal import MOVABLE_CAUSES, RESCHEDULED
 from headgate.errors import RequestError, Unavailable
@@ -26,11 +26,14 @@ CAUSE: Final = "api_abort"
 DEADLINE: Final = "deadline"
 PAUSE: Final = "pause"
 # The end in an event that a worker withheld; strict clients receive `length`.
+_MOVABLE = "|".join(sorted(MOVABLE_CAUSES)).encode()
 WORKERS_END = re.compile(
-    rb'"finish_reason":"(?:abort|length|%b)","cause":"(?:%b)"'
-    % (RESCHEDULED.encode(), "|".join(sorted(MOVABLE_CAUSES)).encode())
+    rb'"finish_reason":"(?:abort|length|%b)","cause":"(?:%b)"' % (RESCHEDULED.encode(), _MOVABLE)
 )
-CUT_SHORT = re.compile(rb'\{"message":"[^"\\]* after (\d+) tokens \(\w+\)","type":"\w+","param":null,"code":"\w+"\}')
+# The error that explains such an end to a strict client. Errors of choices that had ended before keep their causes.
+CUT_SHORT = re.compile(
+    rb'\{"message":"[^"\\]* after (\d+) tokens \((?:%b)\)","type":"\w+","param":null,"code":"\w+"\}' % _MOVABLE
+)
 
 
 class RequestEnded(RequestError):
@@ -46,17 +49,15 @@ class End:
 
     index: int
     ids: Sequence[int] = ()
-    reason: str = "abort"
     cause: str = CAUSE
     versions: Sequence[Sequence[int]] = ()  # weight versions as [version, count] spans
 
     def choice(self, content: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-        reason = "length" if strict and self.reason == "abort" else self.reason
-        return {"index": self.index, **content, "logprobs": None, "finish_reason": reason, "cause": self.cause}
+        reason = {"finish_reason": "length" if strict else "abort", "cause": self.cause}
+        return {"index": self.index, **content, "logprobs": None, **reason, **self.error(strict=strict)}
 
-    @property
-    def error(self) -> bytes | None:
-        return error_body(cut_short(len(self.ids), self.cause)) if self.reason == "abort" else None
+    def error(self, *, strict: bool) -> dict[str, Problem]:
+        return {"error": problem_of(cut_short(len(self.ids), self.cause))} if strict else {}
 
 
 def is_resumable(path: str) -> bool:
@@ -88,13 +89,13 @@ def final_answer(
     common: dict[str, Any] = {"id": prefix + id.removeprefix("req-"), "created": created, "model": model}
     if not stream:
         choices = [_with_ids(end, end.choice(whole, strict=strict)) for end in ends]
-        error = next((end.error for end in ends if end.error), b"{}") if strict else b"{}"
-        return encode({**common, "object": kind, "choices": choices, "usage": usage, **msgspec.json.decode(error)})
+        error = ends[0].error(strict=strict) if ends else {}
+        return encode({**common, "object": kind, "choices": choices, "usage": usage, **error})
     kind += ".chunk" if kind == "chat.completion" else ""
     events: list[bytes] = []
     for end in ends:
         events.append(encode({**common, "object": kind, "choices": [end.choice(streamed, strict=strict)]}))
-        events += [end.error] if strict and end.error else []
+        events += [encode(end.error(strict=strict))] if strict else []
     if usage is not None:
         events.append(encode({**common, "object": kind, "choices": [], "usage": usage}))
     return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])

@@ -118,13 +118,9 @@ def _add_event(event: dict[str, Any], observed: ObservedAnswer) -> None:
 
 
 def _explained(error: dict[str, Any], observed: ObservedAnswer) -> bool:
-    """Whether the error tells a strict client why a choice was cut. Such a choice counts as ended by `abort`."""
-    found = False
-    for choice in observed.choices.values() if observed.strict else ():
-        if choice.ends and choice.ends[-1] == ("length", error.get("code")):
-            choice.ends[-1] = ("abort", choice.ends[-1][1])
-            found = True
-    return found
+    """Whether the error repeats, for a strict client, why a choice was cut."""
+    ends = [choice.ends[-1:] for choice in observed.choices.values() if observed.strict]
+    return [("abort", error.get("code"))] in ends
 
 
 def _add(choice: ObservedChoice, part: dict[str, Any]) -> None:
@@ -135,4 +131,5 @@ def _add(choice: ObservedChoice, part: dict[str, Any]) -> None:
     message = part.get("delta") or part.get("message") or {}
     choice.text += part.get("text") or message.get("content") or ""
     if part.get("finish_reason") is not None:
-        choice.ends.append((part["finish_reason"], part.get("cause", "")))
+        cut = part["finish_reason"] == "length" and part.get("error", {}).get("code") == part.get("cause", "")
+        choice.ends.append(("abort" if cut else part["finish_reason"], part.get("cause", "")))

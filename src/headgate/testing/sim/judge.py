@@ -142,7 +142,7 @@ def read(request: PlannedRequest) -> JudgedAnswer:
         parts = [part for event in events if event is not None for part in event.get("choices", ())]
         answer.usage = next((event["usage"] for event in reversed(events) if event and event.get("usage")), None)
     if request.strict:
-        errors = _read_strictly(answer, parts, errors)
+        errors = _read_strictly(answer, parts, errors, streamed=request.reply.streamed)
     for part in parts:
         message = part.get("message") or part.get("delta")
         _add(answer, part, part["text"] if message is None else message.get("content") or "")
@@ -150,20 +150,31 @@ def read(request: PlannedRequest) -> JudgedAnswer:
     return answer
 
 
-def _read_strictly(answer: JudgedAnswer, parts: list[Any], errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Translate OpenAI's finish reasons back into ours (guarantee 57). Returns the errors that belong to no choice."""
-    codes = {error.get("code") for error in errors}
-    explained = set()
+def _read_strictly(
+    answer: JudgedAnswer, parts: list[Any], errors: list[dict[str, Any]], *, streamed: bool
+) -> list[dict[str, Any]]:
+    """Translate OpenAI's finish reasons back into ours (guarantee 57). Returns the errors that belong to no choice.
+
+    A choice that was cut short has an error of its own. A stream repeats each of them as an event, a whole answer only
+    the first one.
+    """
+    own = []
     for part in parts:
-        finish, cause = part.get("finish_reason"), part.get("cause")
+        finish, cause, error = part.get("finish_reason"), part.get("cause"), part.get("error")
+        cut = finish == "length" and cause != "max_tokens"
         if finish in ("abort", "pd_reschedule"):
             answer.odd.append(f"a strict client received the finish reason {finish}")
-        elif finish == "length" and cause != "max_tokens":
-            part["finish_reason"] = "abort" if cause in codes else "pd_reschedule"
-            explained |= {cause if cause in codes else "pd_error"}
-            if cause not in codes and "pd_error" not in codes:
-                answer.odd.append(f"choice {part['index']} was cut short by {cause}, without an error")
-    return [error for error in errors if error.get("code") not in explained]
+        if error is not None:
+            own.append(error)
+        code = error and error.get("code")
+        if code not in ((cause, "pd_error") if cut else (None,)):
+            answer.odd.append(f"choice {part['index']} ended by {cause}, but its error is {code}")
+        if cut:
+            part["finish_reason"] = "pd_reschedule" if code == "pd_error" else "abort"
+    repeated = own if streamed else own[:1]
+    if errors[: len(repeated)] != repeated:
+        answer.odd.append(f"the errors of the choices are {own}, but those of the answer {errors}")
+    return errors[len(repeated) :]
 
 
 def _add(answer: JudgedAnswer, part: dict[str, Any], text: str) -> None:
