@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from headgate.contract.orders import MOST_ROUTERS, OWN, RUNNING, UNORDERED, Order, Orders, Overtaken
+from headgate.contract.orders import MOST_ROUTERS, OWN, RUNNING, UNORDERED, UNRESUMED, Order, Orders, Overtaken
 from headgate.errors import RequestError
 from headgate.protocol.command import Pause, Resume
 from tests.api.test_control import PAUSED, Engines, controls
 from tests.simulated import run
 
 
-def taken(orders: Orders, order: Order, *, paused: bool = False) -> bool:
+def taken(orders: Orders, order: Order, *, paused: bool = False, resumes: bool = False) -> bool:
     try:
-        orders.take(order, paused=paused)
+        orders.take(order, paused=paused, resumes=resumes)
     except Overtaken:
         return False
     return True
@@ -52,6 +52,34 @@ def test_24_a_pause_can_be_conditional_on_a_running_server():
     assert not taken(orders, Order("a", 1, RUNNING), paused=True)
     assert taken(orders, Order("a", 2, RUNNING))
     assert taken(orders, Order("a", 3), paused=True)
+
+
+def test_24_a_pause_can_be_conditional_on_no_resume_by_a_router():
+    orders = Orders()
+    assert taken(orders, Order("a", 1, UNRESUMED))
+    assert taken(orders, Order("b", 1), resumes=True) and not taken(orders, Order("a", 2, UNRESUMED))
+    assert taken(orders, Order("b", 2), paused=False) and taken(orders, Order("a", 3, UNRESUMED))
+
+
+@pytest.mark.parametrize("own", [Order("b", 2, OWN), UNORDERED], ids=["by a router", "by the server"])
+def test_29_75_a_resume_that_ends_an_update_of_one_server_does_not_prevent_a_pause(own: Order):
+    orders = Orders()
+    update = Order("b", 1, RUNNING) if own.router else UNORDERED
+    assert taken(orders, update) and taken(orders, own, resumes=True)
+    assert taken(orders, Order("a", 1, UNRESUMED))
+
+
+def test_24_a_server_reports_that_a_router_has_resumed_it():
+    async def main() -> None:
+        engines = Engines({0: PAUSED}, {0: PAUSED})
+        engines.free.set()
+        control, _ = controls(engines)
+        await control.resume(order=Order("b", 1))
+        with pytest.raises(Overtaken) as refused:
+            await control.pause(Pause(), Order("a", 1, UNRESUMED))
+        assert refused.value.status == 409 and refused.value.code == "resumed"
+
+    run(main())
 
 
 def test_24_the_numbers_of_a_bounded_count_of_routers_are_kept():

@@ -136,6 +136,8 @@ class FakeWorker:
     slow: str = ""  # paths of calls that are never answered
     late: dict[str, Callable[[], Any]] = field(default_factory=dict)  # path -> delays the call until it returns
     refuses: dict[str, int] = field(default_factory=dict)  # path -> status
+    code: str = "stubborn"  # of refusals
+    boot_id: str | None = None
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     tenants: dict[str, str | None] = field(default_factory=dict)  # path -> tenant header of the last call
     url: str = ""
@@ -146,18 +148,19 @@ class FakeWorker:
         if method == "POST":
             self.calls.append((path, body))
         if path in self.refuses:
-            return self.refuses[path], {"error": {"message": "not I", "code": "stubborn"}}
+            return self.refuses[path], {"error": {"message": "not I", "code": self.code}}
         if path == "/v1/models":
             return 200, {"object": "list", "data": [{"id": "fake", "owned_by": self.owner}]}
         if path == "/v1/loads":
-            return 200, {"loads": [LOAD | {"state": self.state, "weight_version": self.version}]}
+            load = LOAD | {"state": self.state, "weight_version": self.version}
+            return 200, {"loads": [load], "life": self.boot_id}
         if path == "/get_world_size":
             return 200, {"world_size": 2}
         if path == "/v1/requests":
             return 200, {"object": "list", "data": []}
         if path in ("/v1/pause", "/v1/resume"):
             try:
-                self.orders.take(order, paused=self.state == "paused")
+                self.orders.take(order, paused=self.state == "paused", resumes=path in RESUMES)
             except Overtaken as error:
                 return 409, {"error": {"message": str(error), "code": error.code}}
         if path in PAUSES:
@@ -169,6 +172,9 @@ class FakeWorker:
             return 200, {"result": {"aborted": [], "not_found": [], "already_finished": [], "errors": []}}
         result = {"is_paused": self.state == "paused", "state": self.state, "weight_version": self.version}
         return 200, {"request_id": "x", "status": "success", "result": result | {"engines": []}}
+
+    def restart(self, boot_id: str) -> None:
+        self.state, self.orders, self.boot_id = "running", Orders(), boot_id
 
     def asked(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from headgate.contract.control import PauseRequest
+from headgate.contract.orders import ORDER_HEADER
 from headgate.router.control.fan_out import CallerHeaders
 from headgate.router.control.lifecycle import FleetControls
 from headgate.router.exchange.relay import NoWorker
@@ -111,6 +112,75 @@ def test_24_an_update_does_not_hide_that_another_caller_has_resumed_a_worker(fak
         router.do(lambda: router.router.fleet.set_version(router.router.fleet.find(late.url), 0))
         wait_until(lambda: not router.router.holding)
         assert len(late.asked("/v1/pause")) == 1
+
+
+@pytest.fixture
+def restarted(fakes: list[FakeWorker]) -> Iterator[tuple[FakeWorker, FakeWorker, LiveRouter]]:
+    """A worker that has restarted, unnoticed so far, in a fleet that was paused, and one that has paused late."""
+    known, late = fakes[:2]
+    known.boot_id = "first"
+    with live_router(known.url, late.url) as router:
+        cut_off(router, late)
+        assert router.post("/v1/pause").status_code == 202
+        late.refuses.clear()
+        router.wait_for(paused=2)
+        cut_off(router, known)
+        known.calls.clear()
+        late.calls.clear()
+        known.restart("second")
+        yield known, late, router
+
+
+def resume_by_another_router(fake: FakeWorker) -> None:
+    headers = {ORDER_HEADER: "another:1"}
+    httpx.post(f"{fake.url}/v1/resume", json={}, headers=headers, trust_env=False).raise_for_status()
+
+
+def test_29_75_a_worker_that_restarts_in_a_paused_fleet_is_paused(restarted):
+    known, _, router = restarted
+    known.refuses.clear()
+    wait_until(lambda: known.state == "paused")
+    assert router.router.holding
+
+
+def test_24_a_restarted_worker_that_another_router_has_resumed_ends_the_pause_of_its_fleet(restarted):
+    """Regression: it was paused again, and the router held the fleet for ever. Found by seed 3387638280."""
+    known, _, router = restarted
+    resume_by_another_router(known)
+    known.refuses.clear()
+    router.wait_for(ready=2)
+    assert not router.router.holding and known.state == "running"
+
+
+def test_24_a_worker_that_paused_late_is_resumed_when_another_router_has_resumed_its_fleet(restarted):
+    """Regression: it stayed paused, if it had missed the pause and received it again after the resume."""
+    known, late, router = restarted
+    resume_by_another_router(known)
+    known.refuses.clear()
+    wait_until(lambda: late.state == "running")
+    router.wait_for(ready=2)
+
+
+def test_24_a_worker_that_paused_late_stays_paused_if_another_caller_has_paused_it_since(restarted):
+    known, late, router = restarted
+    httpx.post(f"{late.url}/v1/pause", json={}, trust_env=False).raise_for_status()
+    resume_by_another_router(known)
+    known.refuses.clear()
+    wait_until(lambda: late.asked("/v1/resume"))
+    router.wait_for(ready=1, paused=1)
+    assert late.state == "paused" and not router.router.holding
+
+
+def test_25_a_quarantined_worker_that_missed_a_resume_gets_its_update(fakes: list[FakeWorker]):
+    """Regression: it was asked to resume again and again, and never updated."""
+    late = fakes[2]
+    with live_router(*(fake.url for fake in fakes)) as router:
+        router.post("/v1/pause")
+        assert router.post("/v1/update_weights", {"path": "/w", "version": 7}).status_code == 200
+        cut_off(router, late)
+        assert router.post("/v1/resume").status_code == 202
+        late.version, late.code, late.refuses = 0, "quarantined", {"/v1/resume": 409}
+        wait_until(lambda: late.version == 7)
 
 
 def test_24_a_pause_during_an_update_stays_in_effect_after_it(fakes: list[FakeWorker]):

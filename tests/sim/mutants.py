@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant(
         "requests are not held for a fleet that another router has resumed",
         "router/fleet/catch_up.py",
-        "                controls.release()\n",
+        "                controls.release_for(worker)\n                return\n",
         "                pass\n",
         test="tests/sim/test_kv.py",
     ),
@@ -539,7 +539,7 @@ MUTANTS = [
     Mutant(
         "a worker that joins a held fleet and is paused counts as paused",
         "router/fleet/catch_up.py",
-        "            self._controls.paused.add(worker)\n\n    def _unrecorded",
+        "            self._controls.note_paused(worker)\n\n    def _unrecorded",
         "            pass\n\n    def _unrecorded",
         test="tests/sim/test_regressions.py",
     ),
@@ -804,6 +804,27 @@ MUTANTS = [
         "                if worker.boot_id is None:",
         "                if True:",
         test="tests/sim/test_regressions.py",
+    ),
+    Mutant(
+        "a restarted worker is not paused after another router has resumed it",
+        "router/fleet/catch_up.py",
+        "(ONLY_IF_UNRESUMED,) if worker in controls.restarted else ()",
+        "()",
+        test="tests/router/test_call_order.py",
+    ),
+    Mutant(
+        "a resume that ends a router's own update is not one of the fleet",
+        "contract/orders.py",
+        "            if not order.only_if:\n",
+        "            if True:\n",
+        test="tests/api/test_orders.py",
+    ),
+    Mutant(
+        "a worker that paused late is resumed when another router has resumed the fleet",
+        "router/control/lifecycle.py",
+        "        late = [worker for worker in self._fleet if worker in self.late]\n",
+        "        late = []\n",
+        test="tests/router/test_call_order.py",
     ),
     Mutant(
         "a pause of an empty fleet holds nothing",

@@ -489,6 +489,18 @@ def test_24_a_rolling_update_does_not_resume_a_worker_that_another_router_has_pa
     assert not report.failures
 
 
+def test_24_a_router_notices_that_another_one_resumed_a_worker_restarted_during_the_pause(run_plan):
+    """It was taken for a worker that had only restarted, and was paused again. Found by seed 3387638280."""
+    away = action(0.33, "stop_server", "server0", duration_s=3.5)
+    pause = action(
+        0.34, "pause", undo_via="router1", duration_s=0.5, mode="freeze", new_requests="queue", timeout=0.2
+    )
+    short = action(1.05, "kill_server", "server1", duration_s=0.2)
+    report, world = run_plan([], away, pause, short, routers=2)
+    assert not report.failures
+    assert not world.holds("router")
+
+
 # In the last ten cases, the simulation or its judge was wrong.
 def test_44_a_prefill_worker_removed_right_after_a_request_was_placed_fails_no_request(run_plan):
     """It left the fleet before the request took its share of the load, and the client received internal_error."""

@@ -114,7 +114,7 @@ class Controls:
         return result
 
     async def resume(self, timeout_s: float = DEFAULT_TIMEOUT_S, order: Order = UNORDERED) -> FleetResult:
-        self._take(order)
+        self._take(order, resumes=True)
         result = self._result(await self._call(Resume(), timeout_s))
         self._metrics.paused.stop()
         return result
@@ -212,9 +212,9 @@ class Controls:
             log.warning("not every engine has carried out the command: %s", "; ".join(late))
         return outcome
 
-    def _take(self, order: Order) -> None:
+    def _take(self, order: Order, *, resumes: bool = False) -> None:
         self._refuse_while_moving()
-        self._orders.take(order, paused=isinstance(self._api.engines.asked, Pause))
+        self._orders.take(order, paused=isinstance(self._api.engines.asked, Pause), resumes=resumes)
 
     def _refuse_while_moving(self) -> None:
         if self._moving is not None:

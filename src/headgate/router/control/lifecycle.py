@@ -9,6 +9,7 @@ The latest pause is kept for workers that come back (`fleet/catch_up.py`). While
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -22,7 +23,7 @@ from msgspec import UNSET
 from headgate.contract.control import ControlBody, FleetResult, MemoryRequest, PauseRequest, Refusal
 from headgate.contract.operations import control as control_ops
 from headgate.contract.operations.operation import Operation
-from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING
+from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING, UNRESUMED
 from headgate.router.control.abort import end_at_removed_workers
 from headgate.router.control.fan_out import (
     SLACK_S,
@@ -43,12 +44,15 @@ if TYPE_CHECKING:
     from headgate.router.exchange.relay import Exchange
     from headgate.router.router import Router
 
+log = logging.getLogger(__name__)
+
 CLIENT_WAIT_S = 2.0  # how long a call waits until clients have received the ends of aborted requests
 MIN_CLIENT_WAIT_S = 0.5  # shortest such wait, because ends may arrive after the workers' replies
 MIN_TIMEOUT_S = 0.05  # shortest time that a worker gets to answer
 
 ONLY_IF_OWN = ONLY_IF_HEADER.encode(), OWN.encode()
 ONLY_IF_RUNNING = ONLY_IF_HEADER.encode(), RUNNING.encode()
+ONLY_IF_UNRESUMED = ONLY_IF_HEADER.encode(), UNRESUMED.encode()
 
 encode = msgspec.json.Encoder().encode
 
@@ -64,11 +68,13 @@ class FleetControls:
         self._resuming = asyncio.Lock()
         self._name = secrets.token_hex(8)  # identifies this process to the workers
         self._orders = count(1)
-        self.unanswered_resumes: dict[Worker, WorkerCall] = {}
+        self.unanswered_resumes: dict[Worker, WorkerCall] = {}  # sent again until the worker answers
         # Pauses in effect or in progress, with the requests that were accepted before each; the last one counts.
         self._pauses: list[tuple[PauseRequest, tuple[Exchange, ...]]] = []
         self.paused: set[Worker] = set()  # workers that have carried out the current pause
-        self._fleet.on_restart = lambda worker: self.paused.discard(worker)
+        self.late: set[Worker] = set()  # those that did so after the call
+        self.restarted: set[Worker] = set()  # workers that carried out the pause and have restarted since
+        self._fleet.on_restart = self._note_restart
 
     # -- operations -------------------------------------------------------------------
 
@@ -237,9 +243,23 @@ class FleetControls:
             self.withdraw(pause)
         elif latest:
             self._pauses = self._pauses[-1:]
+            followed = {reply.worker: reply.boot_id for reply in replies if reply.ok}
             # A worker that has restarted since its answer is not paused.
-            self.paused = {reply.worker for reply in replies if reply.ok and reply.worker.boot_id == reply.boot_id}
+            self.restarted = {worker for worker, boot_id in followed.items() if worker.boot_id != boot_id}
+            self.paused = followed.keys() - self.restarted
+            self.late.clear()
         return latest
+
+    def note_paused(self, worker: Worker) -> None:
+        """Record that a worker has carried out the current pause after the call."""
+        self.paused.add(worker)
+        self.late.add(worker)
+
+    def _note_restart(self, worker: Worker) -> None:
+        if worker in self.paused:
+            self.paused.discard(worker)
+            self.late.discard(worker)
+            self.restarted.add(worker)
 
     def withdraw(self, pause: PauseRequest) -> None:
         """Cancel this pause. If it was the latest, restore the one before it, or release the fleet."""
@@ -254,7 +274,22 @@ class FleetControls:
     def release(self) -> None:
         self._pauses.clear()
         self.paused.clear()
+        self.late.clear()
+        self.restarted.clear()
         self._router.release()
+
+    def release_for(self, resumed: Worker) -> None:
+        """End the pause because another caller has resumed the fleet, as the state of `resumed` shows.
+
+        A worker that paused late may have done so after that resume. It is resumed, unless another caller has paused
+        it.
+        """
+        log.warning("%s was resumed by another caller; the pause of the fleet ends", resumed.name)
+        late = [worker for worker in self._fleet if worker in self.late]
+        self.release()
+        self.unanswered_resumes |= {
+            worker: self.ordered(control_ops.RESUME, b"", ONLY_IF_OWN) for worker in late if worker is not resumed
+        }
 
     # -- shared parts -----------------------------------------------------------------
 

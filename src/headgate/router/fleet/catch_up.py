@@ -1,8 +1,9 @@
 """Brings returning workers into the state of the fleet before they get requests.
 
-A worker that returns while the fleet is paused is paused; a worker that missed a resume is resumed. A worker with
-older weights than the fleet gets the fleet's last update, if that came from files; an update from a trainer's group
-cannot be repeated. Until its weights are up to date, the worker is outdated and gets no requests.
+A worker that returns while the fleet is paused is paused; a worker that missed a resume is resumed. If a worker shows
+that another caller has resumed the fleet, the pause ends. A worker with older weights than the fleet gets the fleet's
+last update, if that came from files; an update from a trainer's group cannot be repeated. Until its weights are up to
+date, the worker is outdated and gets no requests.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ import msgspec
 
 from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
 from headgate.contract.operations.control import PAUSE
-from headgate.contract.orders import Overtaken
+from headgate.contract.orders import Overtaken, Resumed
 from headgate.reconcile import CatchUpStep, Desired, Observed, steps
 from headgate.router.control.fan_out import SLACK_S, CallerHeaders, WorkerCall, WorkerReply
-from headgate.router.control.lifecycle import GET_STATUS, ONLY_IF_OWN, ONLY_IF_RUNNING, FleetControls
+from headgate.router.control.lifecycle import (
+    GET_STATUS,
+    ONLY_IF_OWN,
+    ONLY_IF_RUNNING,
+    ONLY_IF_UNRESUMED,
+    FleetControls,
+)
 from headgate.router.control.weights import WeightUpdates, update_call
 from headgate.router.fleet.worker import Worker
 
@@ -30,6 +37,7 @@ log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 OK, CONFLICT = 200, 409
+QUARANTINED = "quarantined"
 RETRY_DELAY_S = 3.0  # delay before the next try, after a worker did not carry out a command
 FOR_AN_UPDATE = PauseRequest(new_requests="queue")  # aborts the requests that the worker began with its older weights
 
@@ -55,7 +63,7 @@ class CatchUp:
     async def _note_paused(self, worker: Worker) -> None:
         """Record that a worker has carried out the fleet's pause, even if its answer was lost."""
         if await self._state_of(worker) == "paused" and self._controls.current_pause is not None:
-            self._controls.paused.add(worker)
+            self._controls.note_paused(worker)
 
     def _unrecorded(self) -> list[Worker]:
         if self._controls.current_pause is None:
@@ -71,8 +79,7 @@ class CatchUp:
                 if worker.boot_id is None:
                     controls.paused.discard(worker)
             elif worker.state in ("ready", "outdated") and await self._runs(worker):
-                log.warning("%s was resumed by another caller; the pause of the fleet ends", worker.name)
-                controls.release()
+                controls.release_for(worker)
                 return
 
     async def _runs(self, worker: Worker) -> bool:
@@ -107,7 +114,9 @@ class CatchUp:
         controls = self._controls
         call = controls.unanswered_resumes[worker]
         reply = await self._ask(worker, call, controls.patience_s)
-        if (reply.ok or reply.code == Overtaken.code) and controls.unanswered_resumes.get(worker) is call:
+        # A quarantined worker resumes after an update.
+        settled = reply.ok or reply.code in (Overtaken.code, QUARANTINED)
+        if settled and controls.unanswered_resumes.get(worker) is call:
             del controls.unanswered_resumes[worker]
         elif not reply.ok:
             self._not_before_s[worker] = self._router.loop.time() + RETRY_DELAY_S
@@ -133,6 +142,8 @@ class CatchUp:
 
     async def _catch_up(self, worker: Worker) -> None:
         reply = await self._pause(worker)
+        if reply.code == Resumed.code:
+            return  # it runs as it should, or the next round pauses it
         # An engine whose update was interrupted refuses a pause and waits for an update.
         if (reply.ok or reply.status == CONFLICT) and CatchUpStep.UPDATE in self._steps(worker):
             reply = await self._update(worker)
@@ -145,7 +156,11 @@ class CatchUp:
         await self._controls.probe(worker)
 
     async def _pause(self, worker: Worker) -> WorkerReply:
-        """Pause the worker as the fleet is paused. For an update, do so only if no other caller has paused it."""
+        """Pause the worker as the fleet is paused. For an update, do so only if no other caller has paused it.
+
+        A restarted worker may have been resumed with the fleet before this router noticed the restart: its new process
+        started during the pause, so a resume that it has received is later than the pause.
+        """
         controls = self._controls
         pause = controls.current_pause
         if pause is None:
@@ -154,9 +169,12 @@ class CatchUp:
             )
         if worker in controls.paused:
             return WorkerReply(worker, OK)  # a second pause could undo a resume by another caller
-        reply = await self._ask(worker, self._pause_call(pause), pause.timeout + SLACK_S)
+        only_if = (ONLY_IF_UNRESUMED,) if worker in controls.restarted else ()
+        reply = await self._ask(worker, self._pause_call(pause, *only_if), pause.timeout + SLACK_S)
         if reply.ok and controls.current_pause is not None:
-            controls.paused.add(worker)
+            controls.note_paused(worker)
+        elif reply.code == Resumed.code and controls.idle and controls.current_pause is pause:
+            controls.release_for(worker)
         return reply
 
     def _pause_call(self, pause: PauseRequest, *only_if: tuple[bytes, bytes]) -> WorkerCall:
