@@ -12,6 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+import headgate.cli.up
+from headgate import cli
+from headgate.cli.up import served
+from headgate.config import RouteConfig
 from headgate.testing.tiny import tiny_model
 from tests.api import serving
 from tests.api.serving import Served, wait_until
@@ -91,6 +95,28 @@ def test_the_error_of_a_server_that_cannot_start_is_reported_in_one_sentence(mod
     assert result.returncode == 1 and "holds no model" in the_sentence(result)
     result = run("up", model, "--mixed", 2, "--port", 0, "--kv-blocks", 1, "--max-context", 512)
     assert result.returncode == 1 and "512 tokens" in the_sentence(result)
+
+
+def test_flags_about_preempted_answers_reach_the_router_and_its_servers(monkeypatch: pytest.MonkeyPatch):
+    made: list[RouteConfig] = []
+
+    async def run(config: RouteConfig, *_: object) -> None:
+        made.append(config)
+
+    monkeypatch.setattr(headgate.cli.up, "run", run)
+    monkeypatch.setattr(headgate.cli.up, "prepare", lambda *_: ("model", None))
+    flags = ["--disaggregate-tokens", "64", "--preempt-retry-count", "1", "--no-preempt-retry-exclude-decode"]
+    on_preempt = []
+    for more in ([], [*flags, "--on-preempt", "reschedule"]):
+        options = cli.parser().parse_args(["up", "--prefill", "1", "--decode", "1", "--port", "0", *more])
+        assert options.run(options, {}) == 0
+        arguments = served(options)
+        on_preempt.append(arguments[arguments.index("--on-preempt") + 1])
+    assert on_preempt == ["recompute", "reschedule"]  # by default, an answer never depends on another server's room
+    assert [(c.disaggregate_tokens, c.preempt_retry_count, c.preempt_retry_exclude_decode) for c in made] == [
+        (256, 3, True),
+        (64, 1, False),
+    ]
 
 
 @pytest.mark.parametrize(
