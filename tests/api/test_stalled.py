@@ -196,6 +196,18 @@ def test_62_an_abort_waits_two_seconds_for_a_client_that_reads_nothing(patient: 
     assert details(patient, "deaf")["usage"]["cause"] == "api_abort"
 
 
+def test_62_a_request_that_only_waits_for_its_client_to_read_is_listed_as_sending(patient: LiveServer):
+    with mute(patient.url, PATH, wordy("unread")) as client:
+
+        def phases() -> set[str]:
+            told = details(patient, "unread")["request"]
+            return {told["phase"], *(choice["phase"] for choice in told["choices"])}
+
+        assert eventually(lambda: phases() == {"sending"})
+        assert patient.status().held_blocks == 0
+        assert client.rest_of_answer().endswith(b"data: [DONE]\n\n" + b"\r\n" + LAST_CHUNK)
+
+
 def test_62_a_pause_waits_two_seconds_for_a_client_that_reads_nothing(patient: LiveServer):
     with mute(patient.url, PATH, wordy("held")) as client:
         fill(patient, "held")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -145,12 +145,14 @@ def test_65_a_retry_never_takes_the_place_of_another_live_request():
             wires = [await Wire.open(url) for _ in range(12)]
             first, retry, *others = wires
             for number, wire in enumerate(others):
-                wire.post(CHAT, body | {"request_id": f"A#{number}"}, BOB)
+                wire.post(CHAT, body | {"request_id": f"A#{number // 2}"}, (ALICE, BOB)[number % 2])
             first.post(CHAT, body | {"request_id": "A"}, ALICE | {"Idempotency-Key": "k"})
             await until(lambda: len(router.live) == 11)
             retry.post(CHAT, body | {"request_id": "A"}, ALICE | {"Idempotency-Key": "k"})
             await until(lambda: len(router.live) == 12)
-            assert all(router.live["bob", f"A#{number}", 0].tenant == "bob" for number in range(10))
+            for tenant, number in product(("alice", "bob"), range(5)):
+                named = router.live[tenant, f"A#{number}", 0]
+                assert (named.tenant, named.id) == (tenant, f"A#{number}")
             for wire in wires:
                 wire.close()
 

@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -833,6 +834,91 @@ MUTANTS = [
         "        if all_refuse(replies):\n",
         test="tests/router/test_call_order.py",
     ),
+    Mutant(
+        "the cost of a request with a key does not depend on the number of kept answers",
+        "api/generate/idempotency.py",
+        "        self._forget(tenant)\n        if (other",
+        "        len([key for share in self._kept._tenants.values() for key in share.entries])\n"
+        "        self._forget(tenant)\n        if (other",
+        test="tests/api/test_idempotency.py",
+    ),
+    Mutant(
+        "the latest request with a label does not depend on the wall clock",
+        "api/accounting/ledger.py",
+        "key=lambda past: past.arrived_s",
+        "key=lambda past: past.usage.arrived",
+        test="tests/api/test_ledger.py",
+    ),
+    Mutant(
+        "a retry does not replace another live request",
+        "router/router.py",
+        "            key = exchange.tenant, id, next(self._retries)\n",
+        '            key = exchange.tenant, f"{id}#{next(self._retries)}", 0\n',
+        test="tests/router/test_tenants.py",
+    ),
+    Mutant(
+        "a router decodes ids in paths",
+        "router/data_path/downstream.py",
+        '        head.path = unquote(path) if "%" in path else path\n',
+        "        head.path = path\n",
+        test="tests/router/test_tenants.py",
+    ),
+    Mutant(
+        "the numbers in a config are bounded",
+        "models/config.py",
+        "        if value > LARGEST.get(key, value):\n",
+        "        if False:\n",
+        test="tests/models/test_mixtures.py",
+    ),
+    Mutant(
+        "folders of killed processes are removed",
+        "scratch.py",
+        "    remove_stale(above)\n    own",
+        "    own",
+        test="tests/test_scratch.py",
+    ),
+    Mutant(
+        "the lines about disconnected clients are limited",
+        "edge/departures.py",
+        "        if self._lines <= MOST_LINES:\n",
+        "        if True:\n",
+        test="tests/api/test_stalled.py",
+    ),
+    Mutant(
+        "a request that only waits for its client to read has a phase",
+        "api/control/requests.py",
+        '    if stream.settled:\n        return "sending"\n',
+        "",
+        test="tests/api/test_stalled.py",
+    ),
+    Mutant(
+        "a compiled pipe that was not constructed refuses events",
+        "router/data_path/fast_path.c",
+        '    if (self->raw == NULL) return PyErr_Format(PyExc_ValueError, "this pipe leads nowhere");\n',
+        "",
+        test="tests/router/test_fast_path.py",
+    ),
+    Mutant(
+        "the compiled reader accepts no journal that the codec refuses",
+        "router/data_path/fast_path.c",
+        "at < end && at - first < most && *at >= '0' && *at <= '9'; at++) *number",
+        "at < end && *at >= '0' && *at <= '9'; at++) *number",
+        test="tests/router/test_fast_path.py",
+    ),
+    Mutant(
+        "every event of a stream has only its own token ids",
+        "api/generate/wire.py",
+        'fields["token_ids"] = piece.tokens\n',
+        'fields["token_ids"] = piece.generated_ids or piece.tokens\n',
+        test="tests/transfer/test_http.py",
+    ),
+    Mutant(
+        "an answer that no worker has room for is recomputed",
+        "router/exchange/relay.py",
+        "        if self.retry_state is not None and self.retry_state.must_recompute(worker):\n",
+        "        if False:\n",
+        test="tests/router/test_relay.py",
+    ),
 ]
 
 # Mutants that break no guarantee, with the reason.
@@ -888,6 +974,7 @@ def noticed_by_test(folder: str, test: str) -> str | None:
     """Run a test file; returns the test that failed, or None if none did."""
     code, said = run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test], folder, cwd=ROOT)
     failed = [line.split()[1] for line in said.splitlines() if line.startswith("FAILED ")]
+    failed += [f"{test}::{name}" for name in re.findall(r"line \d+ in (test_\w+)", said)]  # the process crashed
     return None if code == 0 else failed[0].partition("[")[0] if failed else f"{test}: {said[-200:]}"
 
 
@@ -898,7 +985,8 @@ def run(command: list[str], folder: str, cwd: str | Path) -> tuple[int, str]:
         done = subprocess.run(limited, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return 1, "it hangs"
-    return done.returncode, "it hangs" if done.returncode < 0 else done.stdout + done.stderr
+    hangs = done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+    return done.returncode, "it hangs" if hangs else done.stdout + done.stderr
 
 
 # --------------------------------------------------------------------------------------------------------- the table
