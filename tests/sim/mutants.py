@@ -400,8 +400,8 @@ MUTANTS = [
     Mutant(
         "a worker restarted during a pause call does not count as paused",
         "router/control/lifecycle.py",
-        " if reply.ok and reply.worker.boot_id == reply.boot_id}\n",
-        " if reply.ok}\n",
+        " if worker.boot_id != boot_id}\n",
+        " if False}\n",
         test="tests/sim/test_regressions.py",
     ),
     Mutant(
@@ -589,8 +589,8 @@ MUTANTS = [
     Mutant(
         "no worker is paused for a fleet that is being resumed",
         "router/fleet/catch_up.py",
-        "            if self._controls.idle:  # still",
-        "            if True:  # still",
+        "            if self._controls.idle:  # again",
+        "            if True:  # again",
         test="tests/router/test_paused.py",
     ),
     Mutant(
