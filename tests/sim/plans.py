@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headgate.testing.sim import vocabulary
 from headgate.testing.sim.caller import ClientBehaviour
 from headgate.testing.sim.engine import EngineProfile
 from headgate.testing.sim.hosts import MODEL, ServerSettings
@@ -47,6 +48,15 @@ def request(
         behaviour=ClientBehaviour(),
         headers=headers,
     )
+
+
+def make_chat(request: PlannedRequest) -> None:
+    """Send a chat message instead of the prompt."""
+    del request.body["prompt"]
+    request.path = "/v1/chat/completions"
+    request.body["messages"] = [{"role": "user", "content": "tell me"}]
+    text = vocabulary.template().render(request.body["messages"], add_generation_prompt=True)
+    request.prompt = tuple(vocabulary.tokenizer().encode(text, add_special=False))
 
 
 def action(
