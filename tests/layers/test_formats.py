@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
 
 from headgate.layers.backend import Fp8, Heads
 from headgate.layers.choice import available_backends, choose_backend
-from headgate.layers.formats import FP8, Floating, Fp8Rows, floating, fp8_rows
+from headgate.layers.formats import (
+    FP8,
+    GGUF_BLOCKS,
+    Floating,
+    Fp8Rows,
+    GgufBlocks,
+    Weight,
+    convertible,
+    floating,
+    floating_numbers,
+    fp8_rows,
+    gguf_blocks,
+)
 from headgate.layers.linear import Linear, SummedLinear
 
 HEADS = Heads(2, 1, 32)
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 class Part:
@@ -107,3 +121,32 @@ def test_a_floating_point_matrix_accepts_no_other_format(name):
     assert matrix.format == Floating(torch.float32)
     with pytest.raises(AssertionError, match="cannot be stored as floating-point numbers"):
         backend.pack(matrix, fp8_rows(floating(weight_of(8, 16))), 0)
+
+
+def blocks_of(kind: str, rows: int, columns: int) -> Weight:
+    return gguf_blocks(floating(weight_of(rows, columns, torch.float32)), GgufBlocks(kind))
+
+
+def test_blocks_have_the_numbers_that_the_gguf_package_gives():
+    kept = blocks_of("Q8_0", 4, 64)
+    assert (kept.format, kept.numbers.dtype, kept.numbers.shape) == (GgufBlocks("Q8_0"), torch.uint8, (4, 68))
+    assert torch.equal(floating_numbers(kept), torch.from_numpy(gguf.dequantize(kept.numbers.numpy(), Q8_0)))
+    assert gguf_blocks(kept, kept.format) is kept
+
+
+@pytest.mark.parametrize("which", [slice(32, 96), slice(0, 32), slice(16, 48), slice(5, 6)])
+def test_columns_of_blocks_stay_blocks_if_they_are_whole(which):
+    kept = blocks_of("Q4_1", 4, 96)
+    part = kept.columns(which)
+    assert isinstance(part.format, GgufBlocks) is (which.start % 32 == 0)
+    assert torch.equal(floating_numbers(part), floating_numbers(kept)[:, which])
+
+
+@pytest.mark.parametrize("kind", GGUF_BLOCKS)
+def test_numbers_are_rounded_to_a_kind_of_block_only_if_there_is_one_rule(kind):
+    stored = GgufBlocks(kind)
+    assert convertible(stored, stored) and convertible(stored, Floating(torch.float32))
+    assert convertible(Floating(torch.bfloat16), stored) is GGUF_BLOCKS[kind].rounds
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] == (stored.columns, stored.bytes_of(stored.columns))
+    if GGUF_BLOCKS[kind].rounds:
+        assert blocks_of(kind, 2, 64).numbers.shape == (2, stored.bytes_of(64))
