@@ -6,7 +6,7 @@
 // B tile is 1 KiB of consecutive memory.
 #pragma once
 
-#include "gemm.h"
+#include "linear.h"
 
 namespace headgate {
 namespace HEADGATE_ISA {

@@ -39,7 +39,7 @@ bool has_amx() {
 // The instruction sets of this machine, best first. amx-emulated is for tests and never chosen automatically.
 std::vector<std::string> supported_isas() {
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
@@ -134,6 +134,37 @@ KvCache cache_of(const Tensor& k, const Tensor& v, int64_t head_size) {
     return {k.data_ptr(), v.data_ptr(), block_size, k.size(1), head_size};
 }
 
+// The GGUF kinds of block of a packed weight, by name; the empty name is for numbers of the dtype.
+Stored stored_as(const std::string& kind) {
+    static const char* const names[] = {"", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"};
+    for (int i = 0; i < int(std::size(names)); ++i)
+        if (kind == names[i]) return Stored(i);
+    TORCH_CHECK(false, "unknown kind of block ", kind);
+}
+
+// How the rows of a weight in GGUF blocks lie in a file: columns and bytes per block.
+struct FileBlock {
+    int64_t columns, bytes;
+};
+
+FileBlock file_block(Stored stored) {
+    switch (stored) {
+        case Stored::q4_0: return {32, 18};
+        case Stored::q4_1: return {32, 20};
+        case Stored::q5_0: return {32, 22};
+        case Stored::q5_1: return {32, 24};
+        case Stored::q8_0: return {32, 34};
+        case Stored::q2_k: return {256, 84};
+        case Stored::q3_k: return {256, 110};
+        case Stored::q4_k: return {256, 144};
+        case Stored::q5_k: return {256, 176};
+        default: return {256, 210};
+    }
+}
+
+// Rows of one matrix that are stored alike: the packed weight, its rows, the kind of block.
+using Part = std::tuple<Tensor, int64_t, std::string>;
+
 // Pairs of a token and one of its experts, those of an expert side by side; experts without tokens are left out.
 struct PairsByExpert {
     std::vector<int32_t> tokens, places;  // the token of each place; the place of each pair
@@ -161,29 +192,78 @@ class KernelSet {
 public:
     explicit KernelSet(const std::string& isa) : kernels_(kernels_for(isa)) {}
 
-    void pack_into(const Tensor& packed, const Tensor& weight, int64_t row, int64_t stride, int64_t offset) const {
+    // Bytes of 16 rows of K columns, packed in blocks.
+    int64_t block_bytes(const std::string& kind, int64_t K) const {
+        const Stored stored = stored_as(kind);
+        TORCH_CHECK(stored != Stored::numbers && K > 0 && K % file_block(stored).columns == 0, "rows of ", K,
+                    " columns are not whole blocks of ", kind);
+        return kernels_.block_bytes(stored, K);
+    }
+
+    // `weight` is rows of numbers, or with `kind`, rows of blocks as in a file.
+    void pack_into(const Tensor& packed, const Tensor& weight, int64_t row, int64_t stride, int64_t offset,
+                   const std::string& kind) const {
         check_rows(weight, "weight");
         check_same_dtype(packed, weight);
-        check_packed(packed, weight.size(1));
+        const Stored stored = stored_as(kind);
+        const FileBlock block = stored == Stored::numbers ? FileBlock{1, 1} : file_block(stored);
+        TORCH_CHECK(weight.size(1) % block.bytes == 0, "rows of ", weight.size(1), " bytes are not blocks of ", kind);
+        const int64_t K = weight.size(1) / block.bytes * block.columns;
+        check_packed(packed, K, kind);
         const int64_t room = packed.size(0) / stride * kLanes;
         TORCH_CHECK(row >= 0 && row + weight.size(0) <= room, "rows ", row, " to ", row + weight.size(0),
                     " do not fit a packed weight of ", room);
-        PackArgs args{packed.data_ptr(), weight.data_ptr(), weight.stride(0), weight.size(0), weight.size(1),
-                      row, nullptr, stride, offset, dtype_of(packed)};
+        PackArgs args{packed.data_ptr(), weight.data_ptr(), weight.stride(0), weight.size(0), K, row, nullptr, stride,
+                      offset, stored == Stored::numbers ? dtype_of(packed) : Dtype::f32, stored};
         pybind11::gil_scoped_release unlocked;
         kernels_.pack(runtime(), args);
     }
 
-    Tensor unpack_rows(const Tensor& packed, const Tensor& ids, int64_t K, int64_t stride, int64_t offset) const {
-        check_packed(packed, K);
+    Tensor unpack_rows(const Tensor& packed, const Tensor& ids, int64_t K, int64_t stride, int64_t offset,
+                       at::ScalarType type, const std::string& kind) const {
+        check_packed(packed, K, kind);
+        const Stored stored = stored_as(kind);
+        TORCH_CHECK(stored == Stored::numbers ? type == packed.scalar_type() : type == at::kFloat || type == at::kBFloat16,
+                    "cannot read rows as ", type);
         const auto* id = contiguous_data<int64_t>(ids, at::kLong, ids.numel(), "ids");
         const int64_t room = packed.size(0) / stride * kLanes;
         for (int64_t i = 0; i < ids.numel(); ++i)
             TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < room, "row ", id[i], " of a packed weight of ", room, " rows");
-        Tensor out = at::empty({ids.numel(), K}, packed.options());
+        Tensor out = at::empty({ids.numel(), K}, packed.options().dtype(type));
         kernels_.unpack(runtime(), {packed.data_ptr(), out.data_ptr(), K, ids.numel(), K, 0, id, stride, offset,
-                                    dtype_of(packed)});
+                                    dtype_of(out), stored});
         return out;
+    }
+
+    // The product with a matrix whose rows are stored in several ways; the outputs of the parts are adjacent.
+    Tensor linear_parts(const Tensor& x, const std::vector<Part>& parts, const MaybeTensor& bias,
+                        std::optional<at::ScalarType> out_dtype) const {
+        int64_t N = 0;
+        for (const auto& part : parts) N += std::get<1>(part);
+        const at::ScalarType type = out_dtype.value_or(x.scalar_type());
+        Tensor result = at::empty({x.size(0), N}, x.options().dtype(type));
+        const char* biases = static_cast<const char*>(optional_data(bias, x, N, "bias"));
+        char* out = static_cast<char*>(result.data_ptr());
+        std::vector<LinearArgs> products;
+        for (const auto& [packed, rows, kind] : parts) {
+            products.push_back(product_args(x, packed, rows, kind, {Gate::none, 0, 0}, type));
+            products.back().bias = biases, products.back().out = out, products.back().out_stride = N;
+            out += rows * int64_t(c10::elementSize(type));
+            if (biases) biases += rows * x.element_size();
+        }
+        multiply(products, x);
+        return result;
+    }
+
+    // `silu(gate) * up` or the like, of gate and up in blocks.
+    Tensor linear_gated_blocks(const Tensor& x, const Tensor& packed, int64_t N, const std::string& kind, bool gelu,
+                               const MaybeTensor& bias) const {
+        Tensor result = at::empty({x.size(0), N}, x.options());
+        std::vector<LinearArgs> products{
+            product_args(x, packed, N, kind, {gelu ? Gate::gelu : Gate::silu, 0, 0}, x.scalar_type())};
+        products[0].bias = optional_data(bias, x, 2 * N, "bias"), products[0].out = result.data_ptr();
+        multiply(products, x);
+        return result;
     }
 
     Tensor linear(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias,
@@ -350,6 +430,13 @@ public:
 private:
     Kernels kernels_;
 
+    void check_packed(const Tensor& packed, int64_t K, const std::string& kind) const {
+        if (kind.empty()) return check_packed(packed, K);
+        TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.dim() == 2 &&
+                        packed.size(1) == block_bytes(kind, K),
+                    "not a packed weight with ", K, " columns of ", kind, ": ", packed.sizes());
+    }
+
     static void check_packed(const Tensor& packed, int64_t K) {
         const bool bf16 = dtype_of(packed) == Dtype::bf16;
         TORCH_CHECK(packed.is_contiguous() && packed.dim() == (bf16 ? 5 : 3) &&
@@ -378,8 +465,8 @@ private:
             const int64_t start = grouped.starts[i], M = grouped.starts[i + 1] - start, expert = grouped.experts[i];
             products.push_back({x.data_ptr(), x.stride(0), rows ? rows + start : nullptr,
                                 static_cast<const char*>(stack.data_ptr()) + expert * stack.stride(0) * item,
-                                bias ? static_cast<const char*>(bias) + expert * biases * item : nullptr,
-                                static_cast<char*>(out.data_ptr()) + start * N * item, M, N, K, dtype_of(x), dtype_of(x),
+                                Stored::numbers, bias ? static_cast<const char*>(bias) + expert * biases * item : nullptr,
+                                static_cast<char*>(out.data_ptr()) + start * N * item, N, M, N, K, dtype_of(x), dtype_of(x),
                                 gating, nullptr});
             if (!rows) products.back().x = static_cast<const char*>(x.data_ptr()) + start * x.stride(0) * item;
             offsets.push_back(bytes);
@@ -412,22 +499,37 @@ private:
         }
     }
 
-    Tensor product(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias, at::ScalarType out_dtype,
-                   const MaybeTensor& out, Gating gating) const {
+    // One product; bias, out and scratch are filled in by the caller.
+    LinearArgs product_args(const Tensor& x, const Tensor& packed, int64_t N, const std::string& kind, Gating gating,
+                            at::ScalarType out_dtype) const {
         check_rows(x, "x");
-        check_same_dtype(x, packed);
+        if (kind.empty()) check_same_dtype(x, packed);
         const int64_t M = x.size(0), K = x.size(1), take = gating.gate == Gate::none ? 1 : 2;
-        check_packed(packed, K);
+        check_packed(packed, K, kind);
         TORCH_CHECK(packed.size(0) == take * ((N + kLanes - 1) / kLanes), "packed weight does not have ", N, " rows");
         TORCH_CHECK(out_dtype == at::kFloat || out_dtype == at::kBFloat16, "cannot give ", out_dtype);
-        Tensor result = output(out, {M, N}, x, out_dtype);
-        if (M == 0) return result;
-        Tensor scratch = at::empty({kernels_.linear_scratch_bytes(M, K)}, x.options().dtype(at::kByte));
-        LinearArgs args{x.data_ptr(), x.stride(0), nullptr, packed.data_ptr(), optional_data(bias, x, take * N, "bias"),
-                        result.data_ptr(), M, N, K, dtype_of(x),
-                        out_dtype == at::kFloat ? Dtype::f32 : Dtype::bf16, gating, scratch.data_ptr()};
+        return {x.data_ptr(), x.stride(0), nullptr, packed.data_ptr(), stored_as(kind), nullptr, nullptr, N, M, N, K,
+                dtype_of(x), out_dtype == at::kFloat ? Dtype::f32 : Dtype::bf16, gating, nullptr};
+    }
+
+    // Products of the same rows, each with scratch memory of its own.
+    void multiply(std::vector<LinearArgs>& products, const Tensor& x) const {
+        if (x.size(0) == 0 || products.empty()) return;
+        const int64_t each = kernels_.linear_scratch_bytes(x.size(0), x.size(1));
+        Tensor scratch = at::empty({each * int64_t(products.size())}, x.options().dtype(at::kByte));
+        for (size_t i = 0; i < products.size(); ++i)
+            products[i].scratch = static_cast<char*>(scratch.data_ptr()) + int64_t(i) * each;
         pybind11::gil_scoped_release unlocked;
-        kernels_.linear(runtime(), &args, 1);
+        kernels_.linear(runtime(), products.data(), int64_t(products.size()));
+    }
+
+    Tensor product(const Tensor& x, const Tensor& packed, int64_t N, const MaybeTensor& bias, at::ScalarType out_dtype,
+                   const MaybeTensor& out, Gating gating) const {
+        std::vector<LinearArgs> products{product_args(x, packed, N, "", gating, out_dtype)};
+        Tensor result = output(out, {x.size(0), N}, x, out_dtype);
+        products[0].bias = optional_data(bias, x, gating.gate == Gate::none ? N : 2 * N, "bias");
+        products[0].out = result.data_ptr();
+        multiply(products, x);
         return result;
     }
 
@@ -465,7 +567,10 @@ PYBIND11_MODULE(HEADGATE_MODULE, m) {
         .def(py::init<const std::string&>())
         .def("pack_into", &KernelSet::pack_into)
         .def("unpack_rows", &KernelSet::unpack_rows)
+        .def("block_bytes", &KernelSet::block_bytes)
         .def("linear", &KernelSet::linear)
+        .def("linear_parts", &KernelSet::linear_parts)
+        .def("linear_gated_blocks", &KernelSet::linear_gated_blocks)
         .def("linear_silu_mul", &KernelSet::linear_silu_mul)
         .def("linear_gelu_mul", &KernelSet::linear_gelu_mul)
         .def("route", &KernelSet::route)

@@ -26,14 +26,14 @@ from headgate.layers.cpu.kernels import Kernels
 MODULE = "_headgate_cpu_kernels"
 SOURCES = Path(__file__).parent
 COMPILE_S = 600.0
-NEEDED_CPU_FLAGS = ("avx2", "fma")
+NEEDED_CPU_FLAGS = ("avx2", "fma", "f16c")
 
 # `-ffp-contract=off`: if the compiler fused a multiplication and an addition in one instantiation of a template but
 # not in another, the bits of a row would depend on adjacent rows.
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
 AVX512_FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISA_FLAGS = {
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": AVX512_FLAGS,
     "avx512bf16": (*AVX512_FLAGS, "-mavx512bf16"),
 }

@@ -187,9 +187,9 @@ template <class T> HG_INLINE int64_t block_elements(int64_t K);
 template <> inline int64_t block_elements<float>(int64_t K) { return K * kLanes; }
 template <> inline int64_t block_elements<bf16>(int64_t K) { return ceil_div(K, 32) * 32 * kLanes; }
 
-HG_INLINE int64_t linear_scratch_bytes(int64_t M, int64_t K) {
-    return ceil_div(M, 16) * 16 * ceil_div(K, 32) * 32 * 4;
-}
+// The left operand, followed by its sums over groups of at least 16 columns (blocks.h).
+HG_INLINE int64_t left_bytes(int64_t M, int64_t K) { return ceil_div(M, 16) * 16 * ceil_div(K, 32) * 32 * 4; }
+HG_INLINE int64_t linear_scratch_bytes(int64_t M, int64_t K) { return left_bytes(M, K) + M * ceil_div(K, 16) * 4; }
 
 // silu(gate) * up with the roundings of `F.silu(gate) * up` in T.
 template <class T> HG_INLINE f32x16 silu_mul(f32x16 gate, f32x16 up) {
@@ -247,7 +247,7 @@ HG_INLINE void finish(const LinearArgs& args, const float* sums, int64_t pitch, 
             f32x16 value = add(load(sums + j * pitch + r * kLanes), add_first);
             if (is_gated(args))
                 value = gated<T>(value, add(load(sums + (j + 1) * pitch + r * kLanes), add_second), args.gating);
-            const int64_t offset = (row + r) * args.N + column;
+            const int64_t offset = (row + r) * args.out_stride + column;
             if (args.out_dtype == Dtype::bf16) store_row<bf16>(args.out, offset, value, n);
             else store_row<float>(args.out, offset, value, n);
         }
@@ -316,44 +316,6 @@ HG_INLINE void for_each_left_part(const Runtime& runtime, const LinearArgs* prod
     for (int64_t i = 0; i < count; ++i) elements += products[i].M * products[i].K;
     if (elements >= kWorthWaking) return for_each_part(runtime, products, count, units, visit);
     for (int64_t i = 0; i < count; ++i) visit(products[i], int64_t(0), units(products[i]));
-}
-
-template <class T> void pack_left_tiles(const LinearArgs& args, int64_t first, int64_t last) {
-    using Left = typename Product<T>::Left;
-    const RowTiles tiles(args.M);
-    for (int64_t t = first; t < last; ++t) {
-        const int64_t row = tiles.start(t), rows = tiles.size(t);
-        Left* out = static_cast<Left*>(args.scratch) + row * entries_of<T>(args.K);
-        for (int64_t r = 0; r < rows; ++r) pack_left(out + r, rows, left_row<T>(args, row + r), args.K);
-    }
-}
-
-// How many blocks are computed side by side. A gate needs its pair of blocks in one group, even where the registers
-// hold one block at a time (AVX2).
-HG_INLINE int64_t group_width(const LinearArgs& args) {
-    return max64(widest(RowTiles(args.M).size(0), block_count(args)), is_gated(args) ? 2 : 1);
-}
-
-template <class T> void linear_groups(const LinearArgs& args, int64_t first, int64_t last) {
-    const int64_t blocks = block_count(args), wide = group_width(args);
-    for (int64_t g = first; g < last; ++g) {
-        int64_t block = g * wide, end = min64(blocks, block + wide);
-        const bool more = g + 1 < last && (g + 2) * wide <= blocks;
-        if (end - block == wide) {
-            linear_blocks<T>(args, block, wide, more);
-            continue;
-        }
-        for (int64_t step = is_gated(args) ? 2 : 1; block < end; block += step)
-            linear_blocks<T>(args, block, step, false);
-    }
-}
-
-template <class T> void linear_vector(const Runtime& runtime, const LinearArgs* products, int64_t count) {
-    for_each_left_part(
-        runtime, products, count, [](const LinearArgs& args) { return RowTiles(args.M).count; }, pack_left_tiles<T>);
-    for_each_part(
-        runtime, products, count,
-        [](const LinearArgs& args) { return ceil_div(block_count(args), group_width(args)); }, linear_groups<T>);
 }
 
 }  // namespace HEADGATE_ISA

@@ -8,7 +8,7 @@ all results are batch-invariant and independent of the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -72,11 +72,11 @@ class Kernels:
 
     def pack_into(self, packed: Tensor, weight: Tensor, row_offset: int = 0) -> None:
         """Write an unpacked `[n, K]` weight to the rows from `row_offset` on."""
-        self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 1, 0)
+        self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 1, 0, "")
 
     def unpack_rows(self, packed: Tensor, ids: Tensor, K: int) -> Tensor:
         """Return rows `ids` of a packed weight as `[len(ids), K]`; the embedding lookup, if embeddings are tied."""
-        rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, 1, 0)
+        rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, 1, 0, packed.dtype, "")
         return rows
 
     def empty_packed_pair(self, N: int, K: int, dtype: torch.dtype) -> Tensor:
@@ -85,11 +85,12 @@ class Kernels:
 
     def pack_pair_into(self, packed: Tensor, weight: Tensor, row_offset: int, part: Part) -> None:
         """Write rows of the gate or of the up projection; `row_offset` counts within that part."""
-        self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 2, int(part == "up"))
+        self._set.pack_into(packed, weight.to(packed.dtype), row_offset, 2, int(part == "up"), "")
 
     def unpack_pair_rows(self, packed: Tensor, ids: Tensor, K: int, part: Part) -> Tensor:
         """The inverse of `pack_pair_into`."""
-        rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, 2, int(part == "up"))
+        ids = ids.to(torch.int64).contiguous()
+        rows: Tensor = self._set.unpack_rows(packed, ids, K, 2, int(part == "up"), packed.dtype, "")
         return rows
 
     def linear(
@@ -117,6 +118,49 @@ class Kernels:
     ) -> Tensor:
         """Like `linear_silu_mul`, with the `tanh` approximation of `gelu`."""
         result: Tensor = self._set.linear_gelu_mul(x, packed, N, bias, out)
+        return result
+
+    # Weights in GGUF blocks. Their numbers are packed as they are; `kind` names the kind of block.
+
+    def empty_blocks(self, N: int, K: int, kind: str) -> Tensor:
+        """A zeroed weight of N rows by K columns, a multiple of the columns of a block."""
+        packed: Tensor = self._large_zeros([-(-N // LANES), self._set.block_bytes(kind, K)], torch.uint8)
+        return packed
+
+    def empty_blocks_pair(self, N: int, K: int, kind: str) -> Tensor:
+        """Memory for gate and up of N rows each."""
+        return self.empty_blocks(2 * -(-N // LANES) * LANES, K, kind)
+
+    def pack_blocks_into(
+        self, packed: Tensor, blocks: Tensor, kind: str, row_offset: int = 0, part: Part | None = None
+    ) -> None:
+        """Write rows of blocks, uint8 as in the file; `row_offset` counts within `part` if there is one."""
+        self._set.pack_into(packed, blocks, row_offset, 1 if part is None else 2, int(part == "up"), kind)
+
+    def unpack_blocks_rows(
+        self, packed: Tensor, ids: Tensor, K: int, kind: str, dtype: torch.dtype, part: Part | None = None
+    ) -> Tensor:
+        """The numbers of rows `ids`, rounded to `dtype`."""
+        stride, offset = 1 if part is None else 2, int(part == "up")
+        rows: Tensor = self._set.unpack_rows(packed, ids.to(torch.int64).contiguous(), K, stride, offset, dtype, kind)
+        return rows
+
+    def linear_parts(
+        self,
+        x: Tensor,
+        parts: Sequence[tuple[Tensor, int, str]],
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """`linear` with a weight in parts: each is packed, a number of rows, and a kind of block ("" for numbers)."""
+        result: Tensor = self._set.linear_parts(x, parts, bias, out_dtype)
+        return result
+
+    def linear_gated_blocks(
+        self, x: Tensor, packed: Tensor, N: int, kind: str, gate: Literal["silu", "gelu"], bias: Tensor | None = None
+    ) -> Tensor:
+        """`linear_silu_mul` or `linear_gelu_mul` of gate and up in blocks."""
+        result: Tensor = self._set.linear_gated_blocks(x, packed, N, kind, gate == "gelu", bias)
         return result
 
     # Mixtures of experts

@@ -85,6 +85,10 @@ HG_INLINE f32x16 widen(__m256i h) { return as_float(shift_left<16>(_mm512_cvtepu
 HG_INLINE f32x16 load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
 HG_INLINE f32x16 load_n(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
 
+HG_INLINE f32x16 load_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+HG_INLINE i32x16 load_bytes(const void* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+HG_INLINE i32x16 load_words(const void* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+
 // Halves are folded onto each other until one lane is left: the same tree on every instruction set.
 HG_INLINE __m256 lower(f32x16 v) { return _mm512_castps512_ps256(v); }
 HG_INLINE __m256 upper(f32x16 v) { return _mm512_extractf32x8_ps(v, 1); }
@@ -196,6 +200,19 @@ HG_INLINE f32x16 select(mask16 m, f32x16 yes, f32x16 no) {
 
 HG_INLINE __m256 lower(f32x16 v) { return v.lo; }
 HG_INLINE __m256 upper(f32x16 v) { return v.hi; }
+
+HG_INLINE f32x16 load_halves(const void* p) {
+    const __m128i* half = (const __m128i*)p;
+    return {_mm256_cvtph_ps(_mm_loadu_si128(half)), _mm256_cvtph_ps(_mm_loadu_si128(half + 1))};
+}
+HG_INLINE i32x16 load_bytes(const void* p) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+HG_INLINE i32x16 load_words(const void* p) {
+    const __m128i* half = (const __m128i*)p;
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(half)), _mm256_cvtepu16_epi32(_mm_loadu_si128(half + 1))};
+}
 
 HG_INLINE f32x16 load(const bf16* p) {
     __m256i h = _mm256_loadu_si256((const __m256i*)p);

@@ -11,6 +11,9 @@ namespace headgate {
 
 enum class Dtype : int { f32 = 0, bf16 = 1 };
 
+// How a packed weight stores its numbers: in the dtype, or in a kind of GGUF block (blocks.h).
+enum class Stored : int { numbers, q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k };
+
 // Runs work on the thread team (thread_team.h) through a function pointer, so that kernels do not depend on it.
 struct Runtime {
     int threads;
@@ -38,8 +41,10 @@ struct LinearArgs {
     int64_t x_stride;
     const int32_t* rows;    // or null
     const void* weight;     // packed
+    Stored stored;          // how
     const void* bias;       // [N] in the dtype of x (gated: [2 N], the gate's first), or null
     void* out;              // [M, N]
+    int64_t out_stride;
     int64_t M, N, K;
     Dtype dtype, out_dtype;
     Gating gating;          // gated: weight holds gate and up blocks in turn; N counts the rows of one of them
@@ -74,6 +79,7 @@ struct PackArgs {
     const int64_t* ids;  // unpack: which rows
     int64_t block_stride, block_offset;  // 2 and 0 or 1 for gate and up in turn, else 1 and 0
     Dtype dtype;
+    Stored stored;  // in GGUF blocks: pack reads rows as in the file, `row_stride` bytes apart; unpack writes `dtype`
 };
 
 struct NormArgs {
@@ -149,6 +155,7 @@ struct StatsArgs {
 
 struct Kernels {
     int64_t (*linear_scratch_bytes)(int64_t M, int64_t K);
+    int64_t (*block_bytes)(Stored, int64_t K);  // of 16 packed rows in GGUF blocks
     // Several products, whose parts the threads share as if they were one.
     void (*linear)(const Runtime&, const LinearArgs* products, int64_t count);
     void (*route)(const Runtime&, const RouteArgs&);
