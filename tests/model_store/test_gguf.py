@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headgate.device.weights.gguf import GGUFWeights
+from headgate.device.weights.loading import TensorInfo
 from headgate.errors import BrokenCheckpoint, UnsupportedModel
 from headgate.model_store.gguf import hub_config, read_gguf
 from headgate.text.template import load_template
@@ -69,9 +70,9 @@ def test_the_config_is_that_of_transformers(path: Path, architecture: str, tied:
 
 def test_metadata_matches_what_iteration_yields(path: Path) -> None:
     weights = GGUFWeights(write_gguf(path, kind="Q4_0"), dtype=torch.bfloat16)
-    given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in weights}
-    assert given == {name: tuple(info) for name, info in weights.metadata().items()}
-    assert torch.bfloat16 in {dtype for dtype, _ in given.values()}
+    given = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in weights}
+    assert given == weights.metadata()
+    assert torch.bfloat16 in {info.dtype for info in given.values()}
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken", "gpt-2"])

@@ -23,6 +23,7 @@ from headgate.device.sampling.grammar import Grammars, read_vocabulary
 from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor
 from headgate.device.tensor_parallel.followers import Followers, FollowerStart
 from headgate.device.tensor_parallel.parallelism import Parallelism, WantedWeights, join_ranks, start_ranks
+from headgate.device.weights.gguf import keep_as_stored
 from headgate.device.weights.loading import Loadable, WeightSource, load_weights
 from headgate.device.weights.resources import ModelResources, Open, Origin, open_source, origin_of
 from headgate.device.weights.wires import WeightWires
@@ -167,6 +168,8 @@ def load_model(
         fp8=Fp8(weights=config.fp8 in ("weights", "both"), kv=config.fp8 in ("kv", "both")),
         ranks=parallelism.ranks,
     )
+    if path.is_file() and config.dtype == "auto":  # any other dtype is that of the weights, too
+        keep_as_stored(model, path)
     origin, version = load_first_weights(model, FileSource(str(path)), wanted, parallelism.open, progress=progress)
     return Loaded(model, origin, version)
 

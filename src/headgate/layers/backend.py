@@ -23,7 +23,7 @@ from headgate.layers.batch import Batch
 from headgate.layers.formats import Weight, WeightFormat
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Matrix:
     """A weight of `rows` outputs by `columns` inputs, in the backend's own layout."""
 
@@ -32,6 +32,10 @@ class Matrix:
     columns: int
     format: WeightFormat
     scale: torch.Tensor | None = None  # [rows] float32: multiplies the numbers of each row of a quantised matrix
+
+    def stored(self, row: int) -> tuple[torch.Tensor, WeightFormat]:
+        """The tensor that has `row`, and the format of that row."""
+        return self.data, self.format
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +146,15 @@ class Backend(Protocol):
         """Allocate a weight, to be filled by `pack`."""
 
     def vocabulary(self, rows: int, columns: int) -> Matrix:
-        """Like `matrix`, for the arguments of `logits` and `embed`: never in fewer bits than the backend's dtype."""
+        """Like `matrix`, for the arguments of `logits` and `embed`: its weights are never rounded to fewer bits."""
+
+    def keep(self, matrix: Matrix, row: int, rows: int, format: WeightFormat) -> None:
+        """Store `rows` rows from `row` on in `format`, if the backend computes with it. Called before any `pack`."""
 
     def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
-        """Fill the rows of `matrix` from `row` on with a weight on any device, converted to the format of `matrix`.
+        """Fill the rows of `matrix` from `row` on with a weight on any device, converted to the format of these rows.
 
-        A floating-point weight can be packed into any format; a weight of another format only into the same format.
+        Which formats can be converted to which is known to `formats.convertible`.
         """
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:

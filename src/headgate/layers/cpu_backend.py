@@ -7,6 +7,10 @@ and of the cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
 import torch
 
@@ -24,8 +28,62 @@ from headgate.layers.backend import (
 )
 from headgate.layers.batch import Batch
 from headgate.layers.cpu import Kernels
-from headgate.layers.cpu.kernels import LANES, kv_block_shapes
-from headgate.layers.formats import Floating, Weight, floating_numbers
+from headgate.layers.cpu.kernels import LANES, Part, kv_block_shapes
+from headgate.layers.formats import Floating, GgufBlocks, Weight, WeightFormat, floating_numbers, gguf_blocks
+
+
+@dataclass(slots=True)
+class Run:
+    """Consecutive rows of a matrix that are stored alike."""
+
+    rows: int
+    format: Floating | GgufBlocks
+    data: torch.Tensor
+
+    @property
+    def kind(self) -> str:
+        return self.format.kind if isinstance(self.format, GgufBlocks) else ""
+
+
+class CpuMatrix(Matrix):
+    """A matrix in runs of rows. The parts of a matrix may be stored in different formats."""
+
+    def __init__(self, columns: int, runs: list[Run]) -> None:
+        object.__setattr__(self, "rows", sum(run.rows for run in runs))
+        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "runs", runs)
+
+    runs: list[Run]
+
+    @property
+    def data(self) -> torch.Tensor:
+        (run,) = self.runs
+        return run.data
+
+    @property
+    def format(self) -> Floating | GgufBlocks:
+        (run,) = self.runs
+        return run.format
+
+    def stored(self, row: int) -> tuple[torch.Tensor, WeightFormat]:
+        for run, first in self.starts():
+            if row < first + run.rows:
+                return run.data, run.format
+        raise IndexError(f"row {row} of a matrix of {self.rows}")
+
+    def starts(self) -> Iterator[tuple[Run, int]]:
+        """The runs with their first rows."""
+        return zip(self.runs, accumulate((run.rows for run in self.runs), initial=0), strict=False)
+
+
+class CpuPair(CpuMatrix):
+    """Gate and up, whose rows alternate in memory. Both are stored alike: in blocks only if both are to be."""
+
+    def __init__(self, columns: int, run: Run) -> None:
+        super().__init__(columns, [run])
+        object.__setattr__(self, "kept", {})
+
+    kept: dict[int, WeightFormat]  # the format in which gate and up are to be stored, by first row
 
 
 class CpuBackend:
@@ -38,34 +96,97 @@ class CpuBackend:
         self.dtype = dtype
         self.heads = heads
 
-    def matrix(self, rows: int, columns: int) -> Matrix:
-        return Matrix(self.kernels.empty_packed(rows, columns, self.dtype), rows, columns, Floating(self.dtype))
+    def matrix(self, rows: int, columns: int) -> CpuMatrix:
+        return CpuMatrix(columns, [self._run(rows, columns, Floating(self.dtype))])
 
-    def vocabulary(self, rows: int, columns: int) -> Matrix:
+    def _run(self, rows: int, columns: int, format: Floating | GgufBlocks) -> Run:
+        match format:
+            case Floating(dtype):
+                return Run(rows, format, self.kernels.empty_packed(rows, columns, dtype))
+            case GgufBlocks(kind):
+                return Run(rows, format, self.kernels.empty_blocks(rows, columns, kind))
+
+    def vocabulary(self, rows: int, columns: int) -> CpuMatrix:
         return self.matrix(rows, columns)
 
+    def keep(self, matrix: Matrix, row: int, rows: int, format: WeightFormat) -> None:
+        if not isinstance(format, GgufBlocks) or matrix.columns % format.columns:
+            return
+        match matrix:
+            case CpuPair():
+                matrix.kept[row] = format
+                if [*matrix.kept.values()] == [format] * 2:
+                    packed = self.kernels.empty_blocks_pair(rows, matrix.columns, format.kind)
+                    matrix.runs[:] = [Run(matrix.rows, format, packed)]
+            case CpuMatrix():
+                self._keep_rows(matrix, row, rows, format)
+
+    def _keep_rows(self, matrix: CpuMatrix, row: int, rows: int, format: GgufBlocks) -> None:
+        """Replace the run that has these rows by up to three, the second of which is in `format`."""
+        i, (run, first) = next(
+            (i, place) for i, place in enumerate(matrix.starts()) if place[1] + place[0].rows >= row + rows
+        )
+        before, after = row - first, first + run.rows - (row + rows)
+        matrix.runs[i : i + 1] = [
+            self._run(count, matrix.columns, each)
+            for count, each in ((before, run.format), (rows, format), (after, run.format))
+            if count
+        ]
+
     def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
-        self.kernels.pack_into(matrix.data, floating_numbers(weight).cpu(), row)
+        assert isinstance(matrix, CpuMatrix)
+        for run, first in matrix.starts():
+            start, end = max(row, first), min(row + len(weight), first + run.rows)
+            if start < end:
+                self._fill(run, weight.rows(slice(start - row, end - row)), start - first)
+
+    def _fill(self, run: Run, weight: Weight, row: int, part: Part | None = None) -> None:
+        match run.format:
+            case GgufBlocks(kind):
+                self.kernels.pack_blocks_into(
+                    run.data, gguf_blocks(weight, run.format).numbers.cpu(), kind, row, part
+                )
+            case Floating() if part is None:
+                self.kernels.pack_into(run.data, floating_numbers(weight).cpu(), row)
+            case Floating():
+                self.kernels.pack_pair_into(run.data, floating_numbers(weight).cpu(), row, part)
 
     def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.kernels.linear(x, matrix.data, matrix.rows, bias)
+        return self._product(x, matrix, bias, None)
 
     def logits(self, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return self.kernels.linear(x, matrix.data, matrix.rows, None, torch.float32)
+        return self._product(x, matrix, None, torch.float32)
+
+    def _product(
+        self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        assert isinstance(matrix, CpuMatrix)
+        if len(matrix.runs) == 1 and isinstance(matrix.format, Floating):
+            return self.kernels.linear(x, matrix.data, matrix.rows, bias, dtype)
+        return self.kernels.linear_parts(x, [(run.data, run.rows, run.kind) for run in matrix.runs], bias, dtype)
 
     def embed(self, tokens: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return self.kernels.unpack_rows(matrix.data, tokens, matrix.columns)
+        match matrix.format:
+            case GgufBlocks(kind):
+                return self.kernels.unpack_blocks_rows(matrix.data, tokens, matrix.columns, kind, self.dtype)
+            case _:
+                return self.kernels.unpack_rows(matrix.data, tokens, matrix.columns)
 
-    def gate_up_matrix(self, intermediate: int, columns: int) -> Matrix:
+    def gate_up_matrix(self, intermediate: int, columns: int) -> CpuPair:
         packed = self.kernels.empty_packed_pair(intermediate, columns, self.dtype)
-        return Matrix(packed, 2 * intermediate, columns, Floating(self.dtype))
+        return CpuPair(columns, Run(2 * intermediate, Floating(self.dtype), packed))
 
     def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
-        self.kernels.pack_pair_into(matrix.data, floating_numbers(weight).cpu(), 0, "up" if row else "gate")
+        assert isinstance(matrix, CpuMatrix)
+        self._fill(matrix.runs[0], weight, 0, "up" if row else "gate")
 
     def gate_up(
         self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, activation: Activation = "silu"
     ) -> torch.Tensor:
+        if isinstance(matrix.format, GgufBlocks):
+            gate: Literal["silu", "gelu"] = "silu" if activation == "silu" else "gelu"
+            kind = matrix.format.kind
+            return self.kernels.linear_gated_blocks(x, matrix.data, matrix.rows // 2, kind, gate, bias)
         gated = self.kernels.linear_silu_mul if activation == "silu" else self.kernels.linear_gelu_mul
         return gated(x, matrix.data, matrix.rows // 2, bias)
 
@@ -77,7 +198,8 @@ class CpuBackend:
         return self._stack(stack, 2 * intermediate, columns)
 
     def _stack(self, stack: torch.Tensor, rows: int, columns: int) -> ExpertMatrices:
-        return ExpertMatrices(tuple(Matrix(each, rows, columns, Floating(self.dtype)) for each in stack), stack)
+        runs = (Run(rows, Floating(self.dtype), each) for each in stack)
+        return ExpertMatrices(tuple(CpuMatrix(columns, [run]) for run in runs), stack)
 
     def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
         ids, weights = self.kernels.route(

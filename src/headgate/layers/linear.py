@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from headgate.layers.backend import Activation, Backend, Matrix
 from headgate.layers.formats import Weight
@@ -48,8 +48,7 @@ class Linear:
             row = end
 
     def _rows(self, mine: slice, rows: int, row: int) -> WeightParameter:
-        shape, matrix = (rows, self.matrix.columns), self.matrix
-        return WeightParameter(shape, cut(mine, partial(self.pack, row)), matrix.data, matrix.scale)
+        return matrix_rows(self.backend, self.matrix, rows, mine, row, cut(mine, partial(self.pack, row)))
 
 
 class GateUp(Linear):
@@ -81,11 +80,13 @@ class SummedLinear:
         return self.ranks.sum(self.backend.linear(x, self.matrix, bias))
 
     def pack(self, weight: Weight) -> None:
-        self.backend.pack(self.matrix, weight.columns(share(self.ranks, weight.numbers.shape[1])), 0)
+        columns = share(self.ranks, self.matrix.columns * self.ranks.size)
+        self.backend.pack(self.matrix, weight.columns(columns), 0)
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        whole = (self.matrix.rows, self.matrix.columns * self.ranks.size)
-        yield f"{self.name}.weight", WeightParameter(whole, self.pack, self.matrix.data, self.matrix.scale)
+        rows, whole = self.matrix.rows, (self.matrix.rows, self.matrix.columns * self.ranks.size)
+        parameter = matrix_rows(self.backend, self.matrix, rows, slice(0, rows), 0, self.pack)
+        yield f"{self.name}.weight", replace(parameter, shape=whole)
         if self.bias is not None:
             yield f"{self.name}.bias", tensor_parameter(self.bias)
 
@@ -94,18 +95,21 @@ class Embedding:
     """The token embedding. With several ranks, each has the rows of some tokens."""
 
     def __init__(self, backend: Backend, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
+        self.backend = backend
         self.ranks = ranks
         self.vocab = vocab
         self.mine = share(ranks, vocab)
-        rows = self.mine.stop - self.mine.start
-        self.weight = torch.empty(rows, hidden, dtype=backend.dtype, device=backend.device)
+        self.matrix = backend.vocabulary(self.mine.stop - self.mine.start, hidden)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return look_up(tokens, self.mine, self.ranks, lambda ids: F.embedding(ids, self.weight))
+        return look_up(tokens, self.mine, self.ranks, lambda ids: self.backend.embed(ids, self.matrix))
+
+    def pack(self, weight: Weight) -> None:
+        self.backend.pack(self.matrix, weight, 0)
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        shape = (self.vocab, self.weight.shape[1])
-        yield "weight", WeightParameter(shape, cut(self.mine, copied_to(self.weight)), self.weight)
+        write = cut(self.mine, self.pack)
+        yield "weight", matrix_rows(self.backend, self.matrix, self.vocab, self.mine, 0, write)
 
 
 class Unembedding:
@@ -129,10 +133,17 @@ class Unembedding:
         self.backend.pack(self.matrix, weight, 0)
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
-        yield (
-            "weight",
-            WeightParameter((self.vocab, self.matrix.columns), cut(self.mine, self.pack), self.matrix.data),
-        )
+        parameter = matrix_rows(self.backend, self.matrix, self.vocab, self.mine, 0, cut(self.mine, self.pack))
+        yield "weight", replace(parameter, keep=partial(self.backend.keep, self.matrix, 0, self.matrix.rows))
+
+
+def matrix_rows(
+    backend: Backend, matrix: Matrix, rows: int, mine: slice, row: int, write: Callable[[Weight], object]
+) -> WeightParameter:
+    """The parameter of `rows` rows of which `matrix` has those in `mine`, from `row` on."""
+    tensor, format = matrix.stored(row)
+    keep = partial(backend.keep, matrix, row, mine.stop - mine.start)
+    return WeightParameter((rows, matrix.columns), write, tensor, matrix.scale, format, keep)
 
 
 def cut(rows: slice, write: Callable[[Weight], object]) -> Callable[[Weight], object]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from headgate.layers.formats import Weight, floating_numbers
+from headgate.layers.formats import Weight, WeightFormat, floating_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class WeightParameter:
     write: Callable[[Weight], object]
     tensor: torch.Tensor  # the tensor of the model that holds it, possibly together with other parameters
     scale: torch.Tensor | None = None  # the scales of the rows, if the matrix is quantised
+    format: WeightFormat | None = None  # how it is stored; None: in the floating-point type of `tensor`
+    keep: Callable[[WeightFormat], object] | None = None  # stores it in this format, if the backend computes with it
 
 
 class Layer(Protocol):

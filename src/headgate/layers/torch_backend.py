@@ -28,7 +28,7 @@ from headgate.layers.backend import (
 )
 from headgate.layers.batch import Batch
 from headgate.layers.experts import clamped, compute_one_by_one, route
-from headgate.layers.formats import Floating, Weight, floating_numbers
+from headgate.layers.formats import Floating, Weight, WeightFormat, floating_numbers
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -51,6 +51,9 @@ class TorchBackend:
     def vocabulary(self, rows: int, columns: int) -> Matrix:
         data = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
         return Matrix(data, rows, columns, Floating(self.dtype))
+
+    def keep(self, matrix: Matrix, row: int, rows: int, format: WeightFormat) -> None:
+        """Matrices have the dtype of the backend, or the format that was chosen for all of them."""
 
     def pack(self, matrix: Matrix, weight: Weight, row: int) -> None:
         matrix.data[row : row + len(weight)].copy_(floating_numbers(weight))

@@ -23,6 +23,7 @@ from headgate.device.tensor_parallel.ranks import RankGroup
 from headgate.device.weights.loading import TensorInfo, WeightSource
 from headgate.device.weights.resources import open_files
 from headgate.errors import OutOfMemory, RequestError, SourceLost
+from headgate.layers.formats import Weight
 from headgate.protocol.command import BroadcastSource, FileSource, Sleep, Source, Tag, Wake
 from headgate.protocol.plan import StepPlan, StepResult
 
@@ -152,7 +153,7 @@ class AgreedWeights:
     def metadata(self) -> Mapping[str, TensorInfo]:
         return self._files().metadata()
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Weight]]:
         self._agree()
         yield from self._files()
         self._agree()

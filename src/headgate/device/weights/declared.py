@@ -17,6 +17,7 @@ import torch
 from headgate.device.weights.broadcast import CPU, MARGIN, BroadcastWeights
 from headgate.device.weights.loading import TensorInfo, WeightSource
 from headgate.errors import BrokenCheckpoint, OutOfMemory
+from headgate.layers.formats import Weight, floating_numbers
 
 
 class DeclaredWeights:
@@ -57,14 +58,14 @@ class DeclaredWeights:
             self._refuse_without_room(found)
         return found
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Weight]]:
         if not self._checksum:
             yield from self._source
             return
         tensors = list(self._source)
         for name, tensor in tensors:
             promised = self._checksum.get(name)
-            if promised is not None and (found := digest(tensor)) != promised.lower():
+            if promised is not None and (found := digest(numbers_of(tensor))) != promised.lower():
                 raise BrokenCheckpoint(f"tensor {name} has SHA-256 {found}; {promised.lower()} was promised")
         yield from tensors
 
@@ -72,6 +73,10 @@ class DeclaredWeights:
         needed = sum(math.prod(info.shape) * info.dtype.itemsize for info in found.values()) * 1.05 + MARGIN
         if self._room(CPU) < needed:
             raise OutOfMemory(f"there is no room to verify checksums before loading ({int(needed) >> 20} MiB)")
+
+
+def numbers_of(tensor: torch.Tensor | Weight) -> torch.Tensor:
+    return floating_numbers(tensor) if isinstance(tensor, Weight) else tensor
 
 
 def digest(tensor: torch.Tensor) -> str:

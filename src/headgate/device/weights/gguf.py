@@ -1,6 +1,7 @@
-"""Weights from a GGUF file: a `WeightSource` that dequantises one tensor at a time, on demand.
+"""Weights from a GGUF file, one tensor at a time, on demand: as stored (`StoredGGUF`), or dequantised (`GGUFWeights`).
 
-Tensors have their Hugging Face names and layout, so a model does not depend on where its weights come from.
+Tensors have their Hugging Face names and layout, so a model does not depend on where its weights come from. A model
+that is started from a file may keep them as the file stores them (`keep_as_stored`).
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import gguf
 import numpy as np
 import torch
 
-from headgate.device.weights.loading import OpenFile, TensorInfo, refuse_checksums
+from headgate.device.weights.loading import Loadable, OpenFile, TensorInfo, refuse_checksums
+from headgate.device.weights.stacking import pieces_of
+from headgate.layers.formats import GgufBlocks, Weight, numbers_of_blocks
 from headgate.model_store.gguf import NamedTensor, StoredTensor, hub_tensors, read_gguf
 
 # Types that torch can read directly; all others are dequantised to float32 first.
 UNQUANTISED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class GGUFWeights:
-    """The weights of one GGUF file. Quantised tensors are returned as `dtype`, the others as stored."""
+class StoredGGUF:
+    """The weights of one GGUF file. Quantised tensors are weights in blocks, and `dtype` has room for their numbers."""
 
     def __init__(
         self, path: str | Path, checksum: Mapping[str, str] | None = None, *, dtype: torch.dtype = torch.float32
@@ -31,31 +33,59 @@ class GGUFWeights:
         self._tensors = hub_tensors(read_gguf(self.path))
 
     def __repr__(self) -> str:
-        return f"<GGUFWeights {self.path.name}, {len(self._tensors)} tensors>"
+        return f"<{type(self).__name__} {self.path.name}, {len(self._tensors)} tensors>"
 
     def metadata(self) -> Mapping[str, TensorInfo]:
         refuse_checksums([OpenFile(self.path)], self.checksum)
-        return {
-            tensor.name: TensorInfo(UNQUANTISED.get(tensor.stored.kind, self.dtype), tensor.shape)
-            for tensor in self._tensors
-        }
+        return {tensor.name: self._info(tensor) for tensor in self._tensors}
+
+    def _info(self, tensor: NamedTensor) -> TensorInfo:
+        dtype = UNQUANTISED.get(tensor.stored.kind, self.dtype)
+        return TensorInfo(dtype, tensor.shape, format_of(tensor.stored))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Weight]]:
+        for tensor in self._tensors:
+            rows, format = self._rows(tensor), format_of(tensor.stored)
+            yield tensor.name, rows if format is None else Weight(rows, format)
+
+    def _rows(self, tensor: NamedTensor) -> torch.Tensor:
+        """The numbers, or the bytes of the blocks of each row."""
+        stored = tensor.stored
+        # Copied from the file: a memory map would be read-only, and its pages would outlive the tensor.
+        data = torch.from_numpy(np.fromfile(self.path, dtype=np.uint8, count=stored.size, offset=stored.start))
+        if stored.kind in UNQUANTISED:
+            rows = data.view(UNQUANTISED[stored.kind]).reshape(tensor.shape)
+        else:
+            rows = data.reshape(*tensor.shape[:-1], -1)
+        return rows if tensor.rotary_heads is None else halves_from_pairs(rows, tensor.rotary_heads)
+
+
+class GGUFWeights(StoredGGUF):
+    """The same weights in numbers: quantised tensors as `dtype`, the others as stored."""
+
+    def _info(self, tensor: NamedTensor) -> TensorInfo:
+        return super()._info(tensor)._replace(format=None)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for tensor in self._tensors:
-            yield tensor.name, self._load(tensor)
+            rows, format = self._rows(tensor), format_of(tensor.stored)
+            yield tensor.name, rows if format is None else numbers_of_blocks(rows, format).to(self.dtype)
 
-    def _load(self, tensor: NamedTensor) -> torch.Tensor:
-        values = self._unpack(tensor.stored).reshape(tensor.shape)
-        return values if tensor.rotary_heads is None else halves_from_pairs(values, tensor.rotary_heads)
 
-    def _unpack(self, stored: StoredTensor) -> torch.Tensor:
-        # Copied from the file: a memory map would be read-only, and its pages would outlive the tensor.
-        data = np.fromfile(self.path, dtype=np.uint8, count=stored.size, offset=stored.start)
-        if stored.kind in UNQUANTISED:
-            return torch.from_numpy(data).view(UNQUANTISED[stored.kind]).reshape(stored.shape)
-        rows = data.reshape(*stored.shape[:-1], -1)
-        values = gguf.dequantize(rows, gguf.GGMLQuantizationType[stored.kind])
-        return torch.from_numpy(values).to(self.dtype)
+def format_of(stored: StoredTensor) -> GgufBlocks | None:
+    return None if stored.kind in UNQUANTISED else GgufBlocks(stored.kind)
+
+
+def keep_as_stored(model: Loadable, path: Path) -> None:
+    """Let the model store the weights of the GGUF file `path` as the file does, as far as its backend supports it."""
+    parameters = dict(model.parameters())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    for tensor in hub_tensors(read_gguf(path)):
+        if (format := format_of(tensor.stored)) is None:
+            continue
+        for piece in pieces_of(tensor.name, tensor.shape, shapes):
+            if (parameter := parameters.get(piece.name)) is not None and parameter.keep is not None:
+                parameter.keep(format)
 
 
 def halves_from_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from headgate.device.weights.stacking import StoredPiece, pieces_of
 from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, OutOfMemory, RankLost, SourceLost
-from headgate.layers.formats import floating
+from headgate.layers.formats import Floating, GgufBlocks, Weight, WeightFormat, convertible, floating
 from headgate.layers.parameter import WeightParameter
 
 DTYPES = {
@@ -53,6 +53,7 @@ CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class TensorInfo(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
+    format: WeightFormat | None = None  # if the numbers are not stored as `dtype`, which has room for them
 
 
 class WeightSource(Protocol):
@@ -65,8 +66,11 @@ class WeightSource(Protocol):
     def metadata(self) -> Mapping[str, TensorInfo]:
         """Every tensor that iteration will yield."""
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor once, in any order, on any device. A tensor is valid until the next one is requested."""
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Weight]]:
+        """Each tensor once, in any order, on any device. A tensor is valid until the next one is requested.
+
+        A tensor whose info has a format is yielded as a weight in this format.
+        """
 
 
 class Loadable(Protocol):
@@ -94,7 +98,8 @@ def load_weights(
             if before_write is not None:
                 before_write()
             tensors = watched(source, len(pieces), progress)
-            write(parameters, ((piece.name, piece.of(tensor)) for name, tensor in tensors for piece in pieces[name]))
+            weights = ((name, as_weight(tensor)) for name, tensor in tensors)
+            write(parameters, ((piece.name, piece.of(weight)) for name, weight in weights for piece in pieces[name]))
     except (ModelError, RankLost, OutOfMemory):
         raise
     except Exception as error:  # any other error, which occurred before the first write
@@ -104,22 +109,26 @@ def load_weights(
 def contents(stored: Mapping[str, TensorInfo], pieces: Mapping[str, list[StoredPiece]]) -> dict[str, TensorInfo]:
     """The tensors of a source as the model names them."""
     found: dict[str, TensorInfo] = {}
-    for name, (dtype, shape) in stored.items():
+    for name, info in stored.items():
         for piece in pieces[name]:
             if piece.name in found:
                 raise BrokenCheckpoint(f"the checkpoint has tensor {piece.name} twice: alone, and in {name}")
-            found[piece.name] = TensorInfo(dtype, piece.shape(shape) if piece.name != name else shape)
+            found[piece.name] = info if piece.name == name else info._replace(shape=piece.shape(info.shape))
     return found
 
 
-def write(parameters: Mapping[str, WeightParameter], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+def as_weight(tensor: torch.Tensor | Weight) -> Weight:
+    return tensor if isinstance(tensor, Weight) else floating(tensor)
+
+
+def write(parameters: Mapping[str, WeightParameter], weights: Iterator[tuple[str, Weight]]) -> None:
     """Fill all of `parameters`. Errors before the first write are passed on unchanged."""
     missing = set(parameters)
     try:
-        for name, tensor in tensors:
+        for name, weight in weights:
             if name in parameters:
                 missing.discard(name)
-                parameters[name].write(floating(tensor))  # `verify` has refused all other formats
+                parameters[name].write(weight)
         refuse_missing(missing)
     except BaseException as error:
         if len(missing) == len(parameters):
@@ -137,6 +146,7 @@ def verify(
     for name, parameter in parameters.items():
         refuse_shape(name, parameter.shape, found[name].shape)
         refuse_dtype(name, found[name].dtype)
+        refuse_format(name, parameter.format, found[name])
 
 
 def harmless(name: str) -> bool:
@@ -165,6 +175,17 @@ def refuse_dtype(name: str, found: torch.dtype) -> None:
         raise BrokenCheckpoint(f"tensor {name} has dtype {type_name(found)}; it must be one of {known}")
 
 
+def refuse_format(name: str, stored: WeightFormat | None, info: TensorInfo) -> None:
+    """Refuse a tensor that cannot be converted to the format in which the engine stores it."""
+    if isinstance(stored, GgufBlocks) and not convertible(info.format or Floating(info.dtype), stored):
+        given = info.format.kind if isinstance(info.format, GgufBlocks) else type_name(info.dtype)
+        raise BrokenCheckpoint(
+            f"tensor {name} has dtype {given}; this engine stores it as the {stored.kind} blocks of its GGUF file, to "
+            f"which no other numbers can be converted. Start the engine with a dtype, such as bfloat16, to convert the "
+            f"file instead"
+        )
+
+
 def listed(names: set[str]) -> str:
     first, *others = sorted(names)
     return f"tensor {first}" + (f" and {len(others)} more" if others else "")
@@ -174,7 +195,7 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def watched(source: WeightSource, total: int, progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def watched(source: WeightSource, total: int, progress: bool) -> Iterator[tuple[str, torch.Tensor | Weight]]:
     """The tensors of `source`, with a progress bar on a terminal."""
     hidden = not (progress and sys.stderr.isatty())
     return iter(tqdm(source, desc="loading weights", total=total, unit="tensor", disable=hidden, leave=False))

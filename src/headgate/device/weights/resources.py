@@ -17,7 +17,7 @@ from headgate.device.memory import free_bytes
 from headgate.device.weights.broadcast import CPU, BroadcastWeights
 from headgate.device.weights.declared import DeclaredWeights
 from headgate.device.weights.file_stamps import Stamps, stamps
-from headgate.device.weights.gguf import GGUFWeights
+from headgate.device.weights.gguf import StoredGGUF
 from headgate.device.weights.ipc import SharedWeights
 from headgate.device.weights.loading import SafetensorsFiles, WeightSource
 from headgate.device.weights.mxfp4 import Mxfp4Folder
@@ -43,7 +43,7 @@ def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSour
         if path.suffix == ".safetensors":
             return SafetensorsFiles([path], checksum)
         if path.is_file():
-            return GGUFWeights(path, checksum)
+            return StoredGGUF(path, checksum)
         return Mxfp4Folder(path, checksum)
     except OSError as error:
         raise SourceLost(f"{path} cannot be read: {error.strerror}") from error

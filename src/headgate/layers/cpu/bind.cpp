@@ -110,17 +110,19 @@ Tensor output(const MaybeTensor& out, at::IntArrayRef sizes, const Tensor& like,
 }
 
 // Zeros, in huge pages when large: weights and caches are read sequentially, and each small page costs a page walk.
+// Memory that is never touched is never used, so that a matrix can be replaced before it is filled.
 Tensor large_zeros(const std::vector<int64_t>& sizes, at::ScalarType type) {
-    constexpr size_t kHuge = size_t(2) << 20;
+    constexpr size_t kHuge = size_t(2) << 20, kWorthMapping = size_t(1) << 16;
     size_t bytes = c10::elementSize(type);
     for (int64_t size : sizes) bytes *= size_t(size);
     const auto options = at::TensorOptions().dtype(type);
-    if (bytes < 2 * kHuge) return at::zeros(sizes, options);
-    const size_t reserved = bytes + kHuge;
+    if (bytes < kWorthMapping) return at::zeros(sizes, options);
+    const size_t reserved = bytes < 2 * kHuge ? bytes : bytes + kHuge;
     void* base = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(base != MAP_FAILED, "cannot reserve ", bytes, " bytes for weights or cache");
-    void* start = reinterpret_cast<void*>((reinterpret_cast<size_t>(base) + kHuge - 1) & ~(kHuge - 1));
-    madvise(start, bytes, MADV_HUGEPAGE);  // optional: without it the pages are small, nothing else changes
+    const size_t rounded = reserved == bytes ? 0 : kHuge - 1;
+    void* start = reinterpret_cast<void*>((reinterpret_cast<size_t>(base) + rounded) & ~rounded);
+    if (rounded) madvise(start, bytes, MADV_HUGEPAGE);  // optional: without it the pages are small, nothing else changes
     return at::from_blob(start, sizes, [base, reserved](void*) { munmap(base, reserved); }, options);
 }
 
