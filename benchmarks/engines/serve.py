@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,12 @@ def serve(info: dict[str, Any], generate: Generate, seen: Callable[[], dict[str,
         start, cpu = time.perf_counter(), sum(os.times()[:4])
         tokens = generate(question["prompts"], question["max_tokens"])
         seconds = time.perf_counter() - start
-        write({"seconds": seconds, "cpu_seconds": sum(os.times()[:4]) - cpu, "tokens": tokens} | seen())
+        used = {"cpu_seconds": sum(os.times()[:4]) - cpu, "peak_rss_mb": peak_rss_mb()}
+        write({"seconds": seconds, "tokens": tokens} | used | seen())
+
+
+def peak_rss_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def write(message: dict[str, Any]) -> None:

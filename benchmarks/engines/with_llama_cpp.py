@@ -1,27 +1,31 @@
-"""Expects `MODEL/model.gguf` (`benchmarks/experts.py` writes it) and `llama-cpp-python`."""
+"""Expects a GGUF file, or a folder with `model.gguf` (`benchmarks/experts.py` writes it), and `llama-cpp-python`."""
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from pathlib import Path
 
 import llama_cpp
+import numpy as np
 from serve import serve
+
+# Room for 32 requests of up to 640 tokens. The cache is one, so that a single request may also be longer.
+CONTEXT, SEQUENCES, BATCH = 20480, 32, 2048
 
 
 def main(model: str, dtype: str, threads: str) -> None:
     llama_cpp.llama_backend_init()
     settings = llama_cpp.llama_model_default_params()
     settings.use_mmap = False
-    path = str(Path(model) / "model.gguf").encode()
-    network = llama_cpp.llama_model_load_from_file(path, settings)
+    path = Path(model) if Path(model).is_file() else Path(model) / "model.gguf"
+    network = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
     options = llama_cpp.llama_context_default_params()
-    options.n_ctx, options.n_batch, options.n_seq_max = 8192, 2048, 8
+    options.n_ctx, options.n_batch, options.n_seq_max = CONTEXT, BATCH, SEQUENCES
+    options.kv_unified = True
     options.n_threads = options.n_threads_batch = int(threads)
     context = llama_cpp.llama_init_from_model(network, options)
     words = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(network))
-    batch = llama_cpp.llama_batch_init(2048, 0, 8)
+    batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
 
     def step(chunks: list[tuple[int, int, list[int]]]) -> list[int]:
         """Compute tokens of sequences, given as (sequence, first position, tokens); the best next token of each."""
@@ -38,16 +42,26 @@ def main(model: str, dtype: str, threads: str) -> None:
             raise SystemExit("llama_decode failed")
         return [best(llama_cpp.llama_get_logits_ith(context, end)) for end in ends]
 
-    def best(logits: ctypes._Pointer[ctypes.c_float]) -> int:
-        values = memoryview(ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * words)).contents).cast("B").cast("f")
-        return max(range(words), key=values.__getitem__)
+    def best(logits: object) -> int:
+        return int(np.ctypeslib.as_array(logits, (words,)).argmax())
 
     def generate(prompts: list[list[int]], max_tokens: int) -> int:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-        tokens = step([(i, 0, prompt) for i, prompt in enumerate(prompts)])
+        tokens: list[int] = []
+        for group in groups(prompts):
+            tokens += step([(i, 0, prompts[i]) for i in group])
         for done in range(max_tokens - 1):
             tokens = step([(i, len(prompts[i]) + done, [token]) for i, token in enumerate(tokens)])
         return max_tokens * len(prompts)
+
+    def groups(prompts: list[list[int]]) -> list[list[int]]:
+        """The numbers of prompts that fit in one batch."""
+        found: list[list[int]] = [[]]
+        for i, prompt in enumerate(prompts):
+            if sum(len(prompts[j]) for j in found[-1]) + len(prompt) > BATCH:
+                found.append([])
+            found[-1].append(i)
+        return found
 
     serve({"version": llama_cpp.__version__}, generate)
 

@@ -50,7 +50,7 @@ def quantised(random: np.random.Generator, shape: tuple[int, ...], kind: gguf.GG
         per_block, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // per_block, size), dtype=np.uint8)
         scale = np.frombuffer(np.float16(0.01).tobytes(), dtype=np.uint8)
-        at = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2]}[kind.name]
+        at = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[kind.name]
         for start in at:
             blocks[..., start : start + 2] = scale
         return blocks.reshape(*shape[:-1], -1)
@@ -61,12 +61,15 @@ def write_gguf(
     architecture: str = "llama",
     *,
     kind: str = "F32",
+    kinds: dict[str, str] | None = None,
     tied: bool = True,
     pre: str = "smollm",
     tensors: dict[str, np.ndarray] | None = None,
+    seed: int = 0,
     **metadata: Any,
 ) -> Path:
-    random = np.random.default_rng(0)
+    """`kinds`: formats other than `kind`, by a part of the names of tensors."""
+    random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(512)
     writer.add_block_count(LAYERS)
@@ -88,14 +91,15 @@ def write_gguf(
     for key, value in metadata.items():
         name = key.replace("__", ".")
         (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(name, value)
-    packed = gguf.GGMLQuantizationType[kind]
     for name, shape in shapes(architecture, tied=tied).items():
+        chosen = next((other for part, other in (kinds or {}).items() if part in name), kind)
         # As everywhere: vectors stay as they are, matrices are quantised.
-        if len(shape) == 1 or kind == "F32":
+        if len(shape) == 1 or chosen == "F32":
             writer.add_tensor(name, random.standard_normal(shape, dtype=np.float32))
-        elif kind == "F16":
+        elif chosen == "F16":
             writer.add_tensor(name, random.standard_normal(shape, dtype=np.float32).astype(np.float16))
         else:
+            packed = gguf.GGMLQuantizationType[chosen]
             writer.add_tensor(name, quantised(random, shape, packed), raw_dtype=packed)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)

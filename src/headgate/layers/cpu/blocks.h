@@ -201,31 +201,47 @@ HG_INLINE void pack_block_rows(const Runtime& runtime, const PackArgs& args) {
 
 // ---- unpacking -----------------------------------------------------------------------------------------------------
 
-HG_INLINE f32x16 times_factor(f32x16 scale, i32x16 factor) { return mul(scale, to_float(factor)); }
+// The scales and minima of 16 rows for `groups` groups from `first` on; each as [groups][16]. kFactors is how they follow
+// from the bytes of a group: not at all, as two numbers of four bits, as an unsigned number with an offset, as a signed
+// number, as two numbers.
+enum class Factors { none, halves, offset, is_signed, two };
 
-// The scales and minima of 16 rows for `groups` groups from `first` on; each as [groups][16].
-HG_INLINE void unpack_scales(Stored stored, const uint8_t* rows, const BlockKind& kind, const BlockLayout& at,
-                             int64_t first, int64_t groups, float* scales, float* minima) {
+template <Factors kFactors, bool kMinima>
+HG_INLINE void unpack_scales_of(const uint8_t* rows, const BlockKind& kind, const BlockLayout& at, int64_t first,
+                                int64_t groups, float* scales, float* minima) {
     const int64_t per_block = kind.columns / kind.group;
-    for (int64_t i = 0; i < groups; ++i) {
-        const int64_t g = first + i, block = g / per_block * kLanes * 2;
-        const uint8_t* factors = rows + at.factors + g * kind.factors * kLanes;
-        f32x16 scale = load_halves(rows + at.scales + block);
-        f32x16 minimum = kind.minima ? load_halves(rows + at.minima + block) : zero();
-        if (stored == Stored::q2_k) {
-            scale = times_factor(scale, iand(load_bytes(factors), iset1(15)));
-            minimum = times_factor(sub(zero(), minimum), shift_right<4>(load_bytes(factors)));
-        } else if (stored == Stored::q3_k) {
+    const uint8_t* factors = rows + at.factors + first * kind.factors * kLanes;
+    for (int64_t i = 0; i < groups; ++i, factors += kind.factors * kLanes) {
+        const int64_t block = kFactors == Factors::none ? first + i : (first + i) / per_block;
+        f32x16 scale = load_halves(rows + at.scales + block * kLanes * 2), minimum = zero();
+        if constexpr (kMinima) minimum = load_halves(rows + at.minima + block * kLanes * 2);
+        if constexpr (kFactors == Factors::halves) {
+            scale = mul(scale, to_float(iand(load_bytes(factors), iset1(15))));
+            minimum = mul(sub(zero(), minimum), to_float(shift_right<4>(load_bytes(factors))));
+        } else if constexpr (kFactors == Factors::offset) {
             scale = mul(scale, sub(to_float(load_bytes(factors)), set1(32.0f)));
-        } else if (stored == Stored::q6_k) {  // factors are signed
+        } else if constexpr (kFactors == Factors::is_signed) {
             scale = mul(scale, sub(to_float(ixor(load_bytes(factors), iset1(128))), set1(128.0f)));
-        } else if (kind.factors == 2) {
-            scale = times_factor(scale, load_bytes(factors));
-            minimum = times_factor(sub(zero(), minimum), load_bytes(factors + kLanes));
+        } else if constexpr (kFactors == Factors::two) {
+            scale = mul(scale, to_float(load_bytes(factors)));
+            minimum = mul(sub(zero(), minimum), to_float(load_bytes(factors + kLanes)));
         }
         store(scales + i * kLanes, scale);
-        if (kind.minima) store(minima + i * kLanes, minimum);
+        if constexpr (kMinima) store(minima + i * kLanes, minimum);
     }
+}
+
+HG_INLINE void unpack_scales(Stored stored, const uint8_t* rows, const BlockKind& kind, const BlockLayout& at,
+                             int64_t first, int64_t groups, float* scales, float* minima) {
+    if (stored == Stored::q2_k)
+        return unpack_scales_of<Factors::halves, true>(rows, kind, at, first, groups, scales, minima);
+    if (stored == Stored::q3_k)
+        return unpack_scales_of<Factors::offset, false>(rows, kind, at, first, groups, scales, minima);
+    if (stored == Stored::q6_k)
+        return unpack_scales_of<Factors::is_signed, false>(rows, kind, at, first, groups, scales, minima);
+    if (kind.factors) return unpack_scales_of<Factors::two, true>(rows, kind, at, first, groups, scales, minima);
+    if (kind.minima) return unpack_scales_of<Factors::none, true>(rows, kind, at, first, groups, scales, minima);
+    unpack_scales_of<Factors::none, false>(rows, kind, at, first, groups, scales, minima);
 }
 
 // Two columns of 16 rows as the right operand of a product.
@@ -275,14 +291,18 @@ template <int kLow, int kHigh> struct Codes<bf16, kLow, kHigh> {
         table = iload(entries), rest = iload(entries + 32);
     }
 
-    template <int kPair, int kBit> HG_INLINE void unpack(bf16* out, i32x16 low, i32x16 high, const Codes& self) {
+    template <int kPair, int kBit> HG_INLINE __m512i pair(i32x16 low, i32x16 high, const Codes& self) {
         __m512i code = _mm512_srli_epi32(low, kPair * kLow);
         if constexpr (kHigh > 0) {  // lower bits from `code`, all others from `high`
             const __m512i lower = _mm512_set1_epi16((1 << kLow) - 1);
             code = _mm512_ternarylogic_epi32(lower, code, shifted_left<kLow - kBit>(high), 0xca);
         }
-        if constexpr (kBits > 5) istore(out, _mm512_permutex2var_epi16(self.table, code, self.rest));
-        else istore(out, _mm512_permutexvar_epi16(code, self.table));
+        if constexpr (kBits > 5) return _mm512_permutex2var_epi16(self.table, code, self.rest);
+        else return _mm512_permutexvar_epi16(code, self.table);
+    }
+
+    template <int kPair, int kBit> HG_INLINE void unpack(bf16* out, i32x16 low, i32x16 high, const Codes& self) {
+        istore(out, pair<kPair, kBit>(low, high, self));
     }
 };
 #endif
@@ -329,11 +349,12 @@ void unpack_codes(T* out, const uint8_t* low, const uint8_t* high, int64_t colum
 
 // Codes of eight bits, which are signed numbers: a byte per column, both columns of a pair side by side.
 #if defined(__AVX512BF16__)
-HG_INLINE void store_bytes(bf16* out, const uint8_t* pair) {
+HG_INLINE __m512i pair_of_bytes(const uint8_t* pair) {
     const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)pair)));
     const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(pair + 16))));
-    istore(out, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    return (__m512i)_mm512_cvtne2ps_pbh(second, first);
 }
+HG_INLINE void store_bytes(bf16* out, const uint8_t* pair) { istore(out, pair_of_bytes(pair)); }
 #else
 HG_INLINE void store_bytes(bf16* out, const uint8_t* pair) {
     const i32x16 words = ixor(load_words(pair), iset1(0x8080));
@@ -411,6 +432,21 @@ template <class T> struct BlockTileCall {
     int64_t groups, steps;
 };
 
+// Adds the chains of group `g` to the sums.
+template <bool kMinima, int MR, int NV, class Call>
+HG_INLINE void add_group(const Call& call, const f32x16 (&dot)[MR][NV], int64_t g) {
+    HG_UNROLL for (int j = 0; j < NV; ++j) {
+        const f32x16 scale = load(call.scales[j] + g * kLanes);
+        const f32x16 minimum = kMinima ? load(call.minima[j] + g * kLanes) : zero();
+        HG_UNROLL for (int r = 0; r < MR; ++r) {
+            float* sum = call.sums + (j * MR + r) * kLanes;
+            f32x16 total = fma(scale, dot[r][j], load(sum));
+            if (kMinima) total = fma(minimum, set1(call.left_sums[g * MR + r]), total);
+            store(sum, total);
+        }
+    }
+}
+
 template <class T, int MR, int NV> void block_tile(const BlockTileCall<T>& call) {
     using P = Product<T>;
     const auto* x = call.left;
@@ -425,18 +461,8 @@ template <class T, int MR, int NV> void block_tile(const BlockTileCall<T>& call)
             HG_UNROLL for (int j = 0; j < NV; ++j) w[j] += P::kDepth * kLanes;
             x += P::kEntries * MR;
         }
-        HG_UNROLL for (int j = 0; j < NV; ++j) {
-            const f32x16 scale = load(call.scales[j] + g * kLanes);
-            HG_UNROLL for (int r = 0; r < MR; ++r) {
-                float* sum = call.sums + (j * MR + r) * kLanes;
-                dot[r][j] = fma(scale, dot[r][j], load(sum));
-                if (!call.left_sums) store(sum, dot[r][j]);
-            }
-            if (!call.left_sums) continue;
-            const f32x16 minimum = load(call.minima[j] + g * kLanes);
-            HG_UNROLL for (int r = 0; r < MR; ++r)
-                store(call.sums + (j * MR + r) * kLanes, fma(minimum, set1(call.left_sums[g * MR + r]), dot[r][j]));
-        }
+        if (call.left_sums) add_group<true>(call, dot, g);
+        else add_group<false>(call, dot, g);
     }
 }
 
@@ -464,6 +490,100 @@ template <class T> HG_INLINE void run_block_tile(int64_t rows, int64_t wide, con
     return run_block_tile<T, 1>(rows, call);
 }
 
+#if defined(__AVX512BF16__)
+// The same for a few rows, whose products use codes only once: straight from registers, with the same bits.
+template <int MR, int NV> struct FewRowsCall {
+    float* sums;
+    const uint32_t* left;
+    const float* left_sums;
+    const uint8_t *low[NV], *high[NV];
+    const float *scales[NV], *minima[NV];
+    int64_t groups;
+};
+
+HG_INLINE void add_pair(__m512& dot, uint32_t left, __m512i right) {
+    dot = _mm512_dpbf16_ps(dot, (__m512bh)iset1(left), (__m512bh)right);
+}
+
+// Pairs kPair and on of those that one register of lower bits per block has.
+template <int kLow, int kHigh, int kFirst, int MR, int NV, int kPair = 0>
+HG_INLINE void add_register(__m512 (&dot)[MR][NV], const uint32_t* x, const __m512i (&low)[NV], const __m512i (&high)[NV],
+                            const Codes<bf16, kLow, kHigh>& codes) {
+    using C = Codes<bf16, kLow, kHigh>;
+    if constexpr (kPair < 16 / kLow) {
+        HG_UNROLL for (int j = 0; j < NV; ++j) {
+            const __m512i right = C::template pair<kPair, (kFirst + kPair) * kHigh>(low[j], high[j], codes);
+            HG_UNROLL for (int r = 0; r < MR; ++r) add_pair(dot[r][j], x[kPair * MR + r], right);
+        }
+        add_register<kLow, kHigh, kFirst, MR, NV, kPair + 1>(dot, x, low, high, codes);
+    }
+}
+
+// Registers kRegister and on of the kRegisters of one group.
+template <int kLow, int kHigh, int kRegisters, int MR, int NV, int kRegister = 0>
+HG_INLINE void add_registers(__m512 (&dot)[MR][NV], const uint32_t* x, const uint8_t* const (&low)[NV], int64_t ahead,
+                             const __m512i (&high)[NV], const Codes<bf16, kLow, kHigh>& codes) {
+    if constexpr (kRegister < kRegisters) {
+        constexpr int kPairs = 16 / kLow;
+        __m512i here[NV];
+        HG_UNROLL for (int j = 0; j < NV; ++j) here[j] = iload(low[j] + kRegister * 64), prefetch(low[j] + kRegister * 64 + ahead);
+        add_register<kLow, kHigh, kRegister * kPairs, MR, NV>(dot, x + kRegister * kPairs * MR, here, high, codes);
+        add_registers<kLow, kHigh, kRegisters, MR, NV, kRegister + 1>(dot, x, low, ahead, high, codes);
+    }
+}
+
+// kGroup columns per scale. A register of upper bits has those of exactly one group.
+template <int kLow, int kHigh, int kGroup, int MR, int NV>
+void few_rows(const FewRowsCall<MR, NV>& call, float offset, int64_t ahead) {
+    constexpr int kRegisters = kGroup * kLow / 32;
+    const Codes<bf16, kLow, kHigh> codes(offset);
+    const uint8_t *low[NV], *high[NV];
+    HG_UNROLL for (int j = 0; j < NV; ++j) low[j] = call.low[j], high[j] = call.high[j];
+    const uint32_t* x = call.left;
+    for (int64_t g = 0; g < call.groups; ++g, x += kGroup / 2 * MR) {
+        __m512 dot[MR][NV];
+        __m512i upper[NV];
+        HG_UNROLL for (int j = 0; j < NV; ++j) {
+            upper[j] = kHigh ? iload(high[j]) : __m512i{};
+            HG_UNROLL for (int r = 0; r < MR; ++r) dot[r][j] = zero();
+        }
+        add_registers<kLow, kHigh, kRegisters, MR, NV>(dot, x, low, ahead, upper, codes);
+        HG_UNROLL for (int j = 0; j < NV; ++j) low[j] += 64 * kRegisters, high[j] += 64;
+        if (call.left_sums) add_group<true>(call, dot, g);
+        else add_group<false>(call, dot, g);
+    }
+}
+
+// The same for codes of eight bits.
+template <int MR, int NV> void few_rows_of_bytes(const FewRowsCall<MR, NV>& call, int64_t ahead) {
+    const uint8_t* low[NV];
+    HG_UNROLL for (int j = 0; j < NV; ++j) low[j] = call.low[j];
+    const uint32_t* x = call.left;
+    for (int64_t g = 0; g < call.groups; ++g) {
+        __m512 dot[MR][NV];
+        HG_UNROLL for (int j = 0; j < NV; ++j)
+            HG_UNROLL for (int r = 0; r < MR; ++r) dot[r][j] = zero();
+        for (int64_t pair = 0; pair < 16; ++pair, x += MR)
+            HG_UNROLL for (int j = 0; j < NV; ++j) {
+                const __m512i right = pair_of_bytes(low[j]);
+                if (pair % 2 == 0) prefetch(low[j] + ahead);
+                low[j] += 32;
+                HG_UNROLL for (int r = 0; r < MR; ++r) add_pair(dot[r][j], x[r], right);
+            }
+        add_group<false>(call, dot, g);
+    }
+}
+
+template <int MR, int NV>
+HG_INLINE void run_few_rows(const BlockKind& kind, const FewRowsCall<MR, NV>& call, int64_t ahead) {
+    if (kind.low == 8) few_rows_of_bytes(call, ahead);
+    else if (kind.low == 2) few_rows<2, 0, 16>(call, kind.offset, ahead);
+    else if (kind.high == 0) few_rows<4, 0, 32>(call, kind.offset, ahead);
+    else if (kind.high == 1) few_rows<4, 1, 32>(call, kind.offset, ahead);
+    else few_rows<4, 2, 16>(call, kind.offset, ahead);
+}
+#endif
+
 // The sums of x over the groups of columns, behind the left operand: [groups][rows] for each tile of rows.
 HG_INLINE float* left_sums(const LinearArgs& args) {
     return reinterpret_cast<float*>(static_cast<char*>(args.scratch) + left_bytes(args.M, args.K));
@@ -485,11 +605,57 @@ template <class T> void sum_left_tile(const LinearArgs& args, int64_t row, int64
 
 constexpr int64_t kPanelTiles = 16;  // tiles of rows that use codes once they are unpacked
 
+#if defined(__AVX512BF16__)
+// NV blocks for MR rows, which are all.
+template <int MR, int NV>
+void linear_few_rows(const LinearArgs& args, const BlockKind& kind, const BlockLayout& at, int64_t block, int64_t wide) {
+    alignas(64) float scales[NV][kChunk / kLeastGroup * kLanes], minima[NV][kChunk / kLeastGroup * kLanes];
+    alignas(64) float sums[MR * NV * kLanes] = {};
+    const uint8_t* rows = static_cast<const uint8_t*>(args.weight) + block * at.end;
+    for (int64_t k = 0; k < args.K; k += kChunk) {
+        const int64_t group = k / kind.group, groups = min64(kChunk, args.K - k) / kind.group;
+        FewRowsCall<MR, NV> call{sums, static_cast<const uint32_t*>(args.scratch) + k / 2 * MR,
+                                 kind.minima ? left_sums(args) + group * MR : nullptr};
+        for (int64_t j = 0; j < NV; ++j) {
+            unpack_scales(args.stored, rows + j * at.end, kind, at, group, groups, scales[j], minima[j]);
+            call.low[j] = rows + j * at.end + at.low + 2 * k * kind.low;
+            call.high[j] = rows + j * at.end + at.high + 2 * k * kind.high;
+            call.scales[j] = scales[j], call.minima[j] = minima[j];
+        }
+        call.groups = groups;
+        run_few_rows(kind, call, wide * at.end);
+    }
+    finish<bf16>(args, sums, MR * kLanes, 0, MR, block, NV);
+}
+
+template <int MR>
+HG_INLINE void linear_few_rows(const LinearArgs& args, const BlockKind& kind, const BlockLayout& at, int64_t block,
+                               int64_t wide) {
+    if (wide == 4) return linear_few_rows<MR, 4>(args, kind, at, block, wide);
+    if (wide == 2) return linear_few_rows<MR, 2>(args, kind, at, block, wide);
+    linear_few_rows<MR, 1>(args, kind, at, block, wide);
+}
+
+// Returns whether it has computed the product.
+HG_INLINE bool linear_few_rows(const LinearArgs& args, const BlockKind& kind, const BlockLayout& at, int64_t block,
+                               int64_t wide) {
+    if (args.M > 3 || (kind.low == 2 && kind.high)) return false;
+    if (args.M == 1) linear_few_rows<1>(args, kind, at, block, wide);
+    else if (args.M == 2) linear_few_rows<2>(args, kind, at, block, wide);
+    else linear_few_rows<3>(args, kind, at, block, wide);
+    return true;
+}
+#endif
+
 // `wide` blocks for all rows.
 template <class T> void linear_packed_blocks(const LinearArgs& args, int64_t block, int64_t wide) {
     using Left = typename Product<T>::Left;
     const BlockKind kind = kind_of(args.stored);
     const BlockLayout at = layout_of(kind, args.K);
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == sizeof(bf16))
+        if (linear_few_rows(args, kind, at, block, wide)) return;
+#endif
     alignas(64) T codes[4][kChunk * kLanes];
     alignas(64) float scales[4][kChunk / kLeastGroup * kLanes], minima[4][kChunk / kLeastGroup * kLanes];
     alignas(64) float sums[kPanelTiles * kMaxWide * 2 * kLanes];
