@@ -36,7 +36,9 @@ LIBRARIES = (
 )
 EXAMPLES = 300
 ROUTER = ("tests/router/test_fast_path.py",)
-KERNELS = tuple(f"tests/layers/test_cpu_{name}.py" for name in ("attention", "blocks", "linear", "sample", "thread_team"))
+KERNELS = tuple(
+    f"tests/layers/test_cpu_{name}.py" for name in ("attention", "blocks", "linear", "sample", "thread_team")
+)
 
 
 def use_sanitizers() -> None:

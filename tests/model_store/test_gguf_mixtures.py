@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from headgate.device.build import read_model_spec
-from headgate.device.weights.gguf import GGUFWeights
+from headgate.device.weights.gguf import GGUFWeights, StoredGGUF, keep_as_stored
 from headgate.device.weights.loading import SafetensorsFolder, load_weights
 from headgate.errors import BrokenCheckpoint, UnsupportedModel
+from headgate.layers.choice import available_backends
+from headgate.layers.formats import Floating, GgufBlocks
+from headgate.model_store.gguf import read_gguf
 from headgate.models import build_model
 from tests.models.families import write_model
 from tests.models.pages import Pages, load, prompt
@@ -58,7 +61,8 @@ def pairs_from_halves(rows: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
-def converted(folder: Path, path: Path, architecture: str, **changes: Any) -> Path:
+def converted(folder: Path, path: Path, architecture: str, kinds: tuple[str, ...] = (), **changes: Any) -> Path:
+    """`kinds`: the kinds of block of the experts' stacks in turn, if they are quantised."""
     config = json.loads((folder / "config.json").read_text()) | changes
     tensors = {name: tensor.numpy() for name, tensor in SafetensorsFolder(folder)}
     writer = gguf.GGUFWriter(path, architecture)
@@ -75,8 +79,12 @@ def converted(folder: Path, path: Path, architecture: str, **changes: Any) -> Pa
         if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
             values = values.reshape(-1)
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
-    for name, each in stacks.items():
-        writer.add_tensor(name, np.stack(each))
+    for i, (name, each) in enumerate(stacks.items()):
+        if kinds:
+            kind = gguf.GGMLQuantizationType[kinds[i % len(kinds)]]
+            writer.add_tensor(name, gguf.quantize(np.stack(each), kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, np.stack(each))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -118,6 +126,37 @@ def test_a_mixture_gives_the_logits_of_the_checkpoint_that_it_was_converted_from
     tokens = prompt(20)
     expected = Pages(load(folder)).step({"a": tokens})["a"]
     torch.testing.assert_close(Pages(model).step({"a": tokens})["a"], expected, rtol=0, atol=1e-5)
+
+
+# By down, gate and up, in the order of their names.
+KINDS = {"alike": ("Q8_0",), "down differs": ("Q5_1", "Q4_0", "Q4_0"), "gate differs": ("Q8_0", "Q4_1", "Q5_0")}
+
+
+@pytest.mark.skipif("cpu" not in available_backends(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_experts_stay_in_the_blocks_of_their_file(tmp_path: Path, family: str, kinds: tuple[str, ...]) -> None:
+    folder = write_model(tmp_path / "model", family, tokenizer=False)
+    path = converted(folder, tmp_path / "model.gguf", FAMILIES[family], kinds)
+    model = build_model(read_model_spec(path), backend="cpu")
+    keep_as_stored(model, path)
+    load_weights(model, StoredGGUF(path))
+    stored = {each.name: each.kind for each in read_gguf(path).tensors.values()}
+    names = [name for name in dict(model.parameters()) if ".experts.7." in name]
+    formats = {name.split(".")[-2]: dict(model.parameters())[name].format for name in names if ".layers.0." in name}
+    by_part = {part: stored[f"blk.0.ffn_{EXPERTS[part]}_exps.weight"] for part in formats}
+    together = {kind for part, kind in by_part.items() if EXPERTS[part] != "down"}
+    for part, kind in by_part.items():
+        kept = EXPERTS[part] == "down" or len(together) == 1
+        assert formats[part] == (GgufBlocks(kind) if kept else Floating(torch.float32)), part
+    reference = build_model(read_model_spec(path), backend="torch")
+    load_weights(reference, GGUFWeights(path))
+    tokens = prompt(20)
+    expected = Pages(reference).step({"a": tokens})["a"]
+    whole = Pages(model).step({"a": tokens})["a"]
+    torch.testing.assert_close(whole, expected, rtol=1e-3, atol=1e-4)
+    pages = Pages(model)
+    assert torch.equal(torch.cat([pages.step({"a": [token]})["a"] for token in tokens]), whole)
 
 
 def test_25_a_missing_expert_of_a_file_is_named(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ class ExpertMatrices:
 
     def tensor_of(self, expert: int) -> torch.Tensor:
         """The tensor that owns the memory of one expert's weight."""
-        return self.each[expert].data if self.stacked is None else self.stacked
+        return self.each[expert].stored(0)[0] if self.stacked is None else self.stacked
 
     def bias_of(self, expert: int) -> torch.Tensor | None:
         return None if self.bias is None else self.bias[expert]

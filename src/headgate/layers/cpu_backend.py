@@ -48,12 +48,16 @@ class Run:
 class CpuMatrix(Matrix):
     """A matrix in runs of rows. The parts of a matrix may be stored in different formats."""
 
-    def __init__(self, columns: int, runs: list[Run]) -> None:
+    def __init__(self, columns: int, runs: list[Run], stack: Stack | None = None) -> None:
         object.__setattr__(self, "rows", sum(run.rows for run in runs))
         object.__setattr__(self, "columns", columns)
         object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "kept", {})
+        object.__setattr__(self, "stack", stack)
 
     runs: list[Run]
+    kept: dict[int, WeightFormat]  # the formats to store gate and up, or an expert, in; by first row
+    stack: Stack | None  # if this is the matrix of an expert
 
     @property
     def data(self) -> torch.Tensor:
@@ -68,7 +72,7 @@ class CpuMatrix(Matrix):
     def stored(self, row: int) -> tuple[torch.Tensor, WeightFormat]:
         for run, first in self.starts():
             if row < first + run.rows:
-                return run.data, run.format
+                return run.data if self.stack is None else self.stack.data, run.format
         raise IndexError(f"row {row} of a matrix of {self.rows}")
 
     def starts(self) -> Iterator[tuple[Run, int]]:
@@ -79,11 +83,18 @@ class CpuMatrix(Matrix):
 class CpuPair(CpuMatrix):
     """Gate and up, whose rows alternate in memory. Both are stored alike: in blocks only if both are to be."""
 
-    def __init__(self, columns: int, run: Run) -> None:
-        super().__init__(columns, [run])
-        object.__setattr__(self, "kept", {})
 
-    kept: dict[int, WeightFormat]  # the format in which gate and up are to be stored, by first row
+@dataclass(slots=True, eq=False)
+class Stack:
+    """The matrices of all experts of a layer, side by side in memory. All are stored alike."""
+
+    data: torch.Tensor
+    matrices: tuple[CpuMatrix, ...] = ()
+
+    def fill(self, data: torch.Tensor, format: Floating | GgufBlocks) -> None:
+        self.data = data
+        for matrix, part in zip(self.matrices, data, strict=True):
+            matrix.runs[:] = [Run(matrix.rows, format, part)]
 
 
 class CpuBackend:
@@ -110,16 +121,27 @@ class CpuBackend:
         return self.matrix(rows, columns)
 
     def keep(self, matrix: Matrix, row: int, rows: int, format: WeightFormat) -> None:
+        assert isinstance(matrix, CpuMatrix)
         if not isinstance(format, GgufBlocks) or matrix.columns % format.columns:
             return
-        match matrix:
-            case CpuPair():
-                matrix.kept[row] = format
-                if [*matrix.kept.values()] == [format] * 2:
-                    packed = self.kernels.empty_blocks_pair(rows, matrix.columns, format.kind)
-                    matrix.runs[:] = [Run(matrix.rows, format, packed)]
-            case CpuMatrix():
-                self._keep_rows(matrix, row, rows, format)
+        # KV is a little different from that of weights that were rounded to the dtype, and is not exchanged with it.
+        self.kv_layout = f"{CpuBackend.kv_layout}, by blocks"
+        if matrix.stack is None and not isinstance(matrix, CpuPair):
+            self._keep_rows(matrix, row, rows, format)
+            return
+        matrix.kept[row] = format
+        alike = (matrix,) if matrix.stack is None else matrix.stack.matrices
+        parts = 2 if isinstance(matrix, CpuPair) else 1
+        if any([*each.kept.values()] != [format] * parts for each in alike):
+            return
+        if matrix.stack is None:
+            packed = self.kernels.empty_blocks_pair(rows, matrix.columns, format.kind)
+            matrix.runs[:] = [Run(matrix.rows, format, packed)]
+        else:
+            padded = parts * -(-rows // LANES) * LANES
+            kind = format.kind
+            stack = self.kernels.empty_blocks_experts(len(alike), padded, matrix.columns, kind)
+            matrix.stack.fill(stack, format)
 
     def _keep_rows(self, matrix: CpuMatrix, row: int, rows: int, format: GgufBlocks) -> None:
         """Replace the run that has these rows by up to three, the second of which is in `format`."""
@@ -174,7 +196,7 @@ class CpuBackend:
 
     def gate_up_matrix(self, intermediate: int, columns: int) -> CpuPair:
         packed = self.kernels.empty_packed_pair(intermediate, columns, self.dtype)
-        return CpuPair(columns, Run(2 * intermediate, Floating(self.dtype), packed))
+        return CpuPair(columns, [Run(2 * intermediate, Floating(self.dtype), packed)])
 
     def pack_gate_up(self, matrix: Matrix, weight: Weight, row: int) -> None:
         assert isinstance(matrix, CpuMatrix)
@@ -191,15 +213,17 @@ class CpuBackend:
         return gated(x, matrix.data, matrix.rows // 2, bias)
 
     def expert_matrices(self, count: int, rows: int, columns: int) -> ExpertMatrices:
-        return self._stack(self.kernels.empty_packed_experts(count, rows, columns, self.dtype), rows, columns)
+        stack = self.kernels.empty_packed_experts(count, rows, columns, self.dtype)
+        return self._stack(stack, CpuMatrix, rows, columns)
 
     def expert_gate_up_matrices(self, count: int, intermediate: int, columns: int) -> ExpertMatrices:
         stack = self.kernels.empty_packed_expert_pairs(count, intermediate, columns, self.dtype)
-        return self._stack(stack, 2 * intermediate, columns)
+        return self._stack(stack, CpuPair, 2 * intermediate, columns)
 
-    def _stack(self, stack: torch.Tensor, rows: int, columns: int) -> ExpertMatrices:
-        runs = (Run(rows, Floating(self.dtype), each) for each in stack)
-        return ExpertMatrices(tuple(CpuMatrix(columns, [run]) for run in runs), stack)
+    def _stack(self, data: torch.Tensor, matrix: type[CpuMatrix], rows: int, columns: int) -> ExpertMatrices:
+        stack, format = Stack(data), Floating(self.dtype)
+        stack.matrices = tuple(matrix(columns, [Run(rows, format, each)], stack) for each in data)
+        return ExpertMatrices(stack.matrices)
 
     def route(self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> Routed:
         ids, weights = self.kernels.route(
@@ -222,17 +246,19 @@ class CpuBackend:
         routed: Routed,
         gate: ClampedGate | None = None,
     ) -> torch.Tensor:
-        assert gate_up.stacked is not None and down.stacked is not None
+        first, second = gate_up.each[0], down.each[0]
+        assert isinstance(first, CpuMatrix) and first.stack and isinstance(second, CpuMatrix) and second.stack
         return self.kernels.experts(
             x,
-            gate_up.stacked,
-            down.stacked,
+            first.stack.data,
+            second.stack.data,
             down.each[0].columns,
             routed.ids,
             routed.weights,
             gate_up.bias,
             down.bias,
             None if gate is None else (gate.alpha, gate.limit),
+            (first.runs[0].kind, second.runs[0].kind),
         )
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -5,7 +5,7 @@ With several ranks, each has a part of every expert's inner dimension, as with a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -89,10 +89,25 @@ class ExpertWeights:
         rows, columns = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         width = self.mine.stop - self.mine.start
         for i in range(len(self.down.each)):
-            gate_up, down = self.gate_up.tensor_of(i), self.down.tensor_of(i)
             for name, row in ((self.names.gate, 0), (self.names.up, width)):
-                yield f"{i}.{name}.weight", WeightParameter(rows, partial(self._pack_rows, i, row), gate_up)
-            yield f"{i}.{self.names.down}.weight", WeightParameter(columns, partial(self._pack_columns, i), down)
+                pack = partial(self._pack_rows, i, row)
+                yield f"{i}.{name}.weight", self._parameter(self.gate_up, i, row, width, rows, pack)
+            pack = partial(self._pack_columns, i)
+            yield f"{i}.{self.names.down}.weight", self._parameter(self.down, i, 0, self.hidden, columns, pack)
+
+    def _parameter(
+        self,
+        matrices: ExpertMatrices,
+        expert: int,
+        row: int,
+        rows: int,
+        shape: tuple[int, int],
+        pack: Callable[[Weight], object],
+    ) -> WeightParameter:
+        matrix = matrices.each[expert]
+        _, format = matrix.stored(row)
+        keep = partial(self.backend.keep, matrix, row, rows)
+        return WeightParameter(shape, pack, matrices.tensor_of(expert), None, format, keep)
 
     def _pack_rows(self, expert: int, row: int, weight: Weight) -> None:
         self.backend.pack_gate_up(self.gate_up.each[expert], weight.rows(self.mine), row)

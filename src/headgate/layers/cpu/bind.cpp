@@ -304,12 +304,14 @@ public:
     // `gate_up` and `down` are stacks of packed weights, one per expert.
     Tensor experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t width, const Tensor& ids,
                    const Tensor& weights, const MaybeTensor& gate_up_bias, const MaybeTensor& down_bias,
-                   std::optional<std::tuple<double, double>> clamped) const {
+                   std::optional<std::tuple<double, double>> clamped, const std::string& gate_up_kind,
+                   const std::string& down_kind) const {
         check_rows(x, "x");
         TORCH_CHECK(ids.dim() == 2 && ids.size(0) == x.size(0), "ids must be [rows of x, experts per row]");
         const int64_t hidden = x.size(1), pairs = ids.numel(), top = ids.size(1), count = down.size(0);
-        check_stack(gate_up, x, count, 2 * ((width + kLanes - 1) / kLanes), hidden);
-        check_stack(down, x, count, (hidden + kLanes - 1) / kLanes, width);
+        check_stack(gate_up, x, count, 2 * ((width + kLanes - 1) / kLanes), hidden, gate_up_kind);
+        check_stack(down, x, count, (hidden + kLanes - 1) / kLanes, width, down_kind);
+        const Stored first = stored_as(gate_up_kind), second = stored_as(down_kind);
         const auto* id = contiguous_data<int32_t>(ids, at::kInt, pairs, "ids");
         const auto* weight = contiguous_data<float>(weights, at::kFloat, pairs, "weights");
         const Gating gating = clamped ? Gating{Gate::clamped, float(std::get<0>(*clamped)), float(std::get<1>(*clamped))}
@@ -320,8 +322,8 @@ public:
         const void* first_bias = optional_data(gate_up_bias, x, count * 2 * width, "the bias of gate and up");
         const void* second_bias = optional_data(down_bias, x, count * hidden, "the bias of down");
         pybind11::gil_scoped_release unlocked;
-        multiply_by_expert(grouped, x, grouped.tokens.data(), gate_up, first_bias, inner, gating);
-        multiply_by_expert(grouped, inner, nullptr, down, second_bias, outer, {Gate::none, 0, 0});
+        multiply_by_expert(grouped, x, grouped.tokens.data(), gate_up, first, first_bias, inner, gating);
+        multiply_by_expert(grouped, inner, nullptr, down, second, second_bias, outer, {Gate::none, 0, 0});
         kernels_.combine(runtime(), {outer.data_ptr(), grouped.places.data(), weight, out.data_ptr(), x.size(0), top,
                                      hidden, dtype_of(x)});
         return out;
@@ -446,7 +448,14 @@ private:
                     "not a packed weight with ", K, " columns: ", packed.sizes());
     }
 
-    static void check_stack(const Tensor& stack, const Tensor& x, int64_t count, int64_t blocks, int64_t K) {
+    void check_stack(const Tensor& stack, const Tensor& x, int64_t count, int64_t blocks, int64_t K,
+                     const std::string& kind) const {
+        if (!kind.empty()) {
+            TORCH_CHECK(stack.scalar_type() == at::kByte && stack.is_contiguous() && stack.dim() == 3 &&
+                            stack.size(0) == count && stack.size(1) == blocks && stack.size(2) == block_bytes(kind, K),
+                        "not packed weights of ", count, " experts with ", K, " columns of ", kind, ": ", stack.sizes());
+            return;
+        }
         check_same_dtype(x, stack);
         TORCH_CHECK(stack.dim() > 1 && stack.is_contiguous() && stack.size(0) == count, "not packed weights of ", count,
                     " experts: ", stack.sizes());
@@ -457,7 +466,7 @@ private:
 
     // One product per expert: its rows of `x` with its weight, to its places in `out`.
     void multiply_by_expert(const PairsByExpert& grouped, const Tensor& x, const int32_t* rows, const Tensor& stack,
-                            const void* bias, const Tensor& out, Gating gating) const {
+                            Stored stored, const void* bias, const Tensor& out, Gating gating) const {
         const int64_t K = x.size(1), N = out.size(1), used = int64_t(grouped.experts.size());
         const int64_t item = x.element_size(), biases = gating.gate == Gate::none ? N : 2 * N;
         std::vector<LinearArgs> products;
@@ -466,8 +475,8 @@ private:
         for (int64_t i = 0; i < used; ++i) {
             const int64_t start = grouped.starts[i], M = grouped.starts[i + 1] - start, expert = grouped.experts[i];
             products.push_back({x.data_ptr(), x.stride(0), rows ? rows + start : nullptr,
-                                static_cast<const char*>(stack.data_ptr()) + expert * stack.stride(0) * item,
-                                Stored::numbers, bias ? static_cast<const char*>(bias) + expert * biases * item : nullptr,
+                                static_cast<const char*>(stack.data_ptr()) + expert * stack.stride(0) * stack.element_size(),
+                                stored, bias ? static_cast<const char*>(bias) + expert * biases * item : nullptr,
                                 static_cast<char*>(out.data_ptr()) + start * N * item, N, M, N, K, dtype_of(x), dtype_of(x),
                                 gating, nullptr});
             if (!rows) products.back().x = static_cast<const char*>(x.data_ptr()) + start * x.stride(0) * item;

@@ -208,11 +208,14 @@ enum class Factors { none, halves, offset, is_signed, two };
 
 template <Factors kFactors, bool kMinima>
 HG_INLINE void unpack_scales_of(const uint8_t* rows, const BlockKind& kind, const BlockLayout& at, int64_t first,
-                                int64_t groups, float* scales, float* minima) {
+                                int64_t groups, int64_t ahead, float* scales, float* minima) {
     const int64_t per_block = kind.columns / kind.group;
     const uint8_t* factors = rows + at.factors + first * kind.factors * kLanes;
     for (int64_t i = 0; i < groups; ++i, factors += kind.factors * kLanes) {
         const int64_t block = kFactors == Factors::none ? first + i : (first + i) / per_block;
+        prefetch(rows + at.scales + block * kLanes * 2 + ahead);
+        if constexpr (kMinima) prefetch(rows + at.minima + block * kLanes * 2 + ahead);
+        if constexpr (kFactors != Factors::none) prefetch(factors + ahead);
         f32x16 scale = load_halves(rows + at.scales + block * kLanes * 2), minimum = zero();
         if constexpr (kMinima) minimum = load_halves(rows + at.minima + block * kLanes * 2);
         if constexpr (kFactors == Factors::halves) {
@@ -232,16 +235,16 @@ HG_INLINE void unpack_scales_of(const uint8_t* rows, const BlockKind& kind, cons
 }
 
 HG_INLINE void unpack_scales(Stored stored, const uint8_t* rows, const BlockKind& kind, const BlockLayout& at,
-                             int64_t first, int64_t groups, float* scales, float* minima) {
+                             int64_t first, int64_t groups, int64_t ahead, float* scales, float* minima) {
     if (stored == Stored::q2_k)
-        return unpack_scales_of<Factors::halves, true>(rows, kind, at, first, groups, scales, minima);
+        return unpack_scales_of<Factors::halves, true>(rows, kind, at, first, groups, ahead, scales, minima);
     if (stored == Stored::q3_k)
-        return unpack_scales_of<Factors::offset, false>(rows, kind, at, first, groups, scales, minima);
+        return unpack_scales_of<Factors::offset, false>(rows, kind, at, first, groups, ahead, scales, minima);
     if (stored == Stored::q6_k)
-        return unpack_scales_of<Factors::is_signed, false>(rows, kind, at, first, groups, scales, minima);
-    if (kind.factors) return unpack_scales_of<Factors::two, true>(rows, kind, at, first, groups, scales, minima);
-    if (kind.minima) return unpack_scales_of<Factors::none, true>(rows, kind, at, first, groups, scales, minima);
-    unpack_scales_of<Factors::none, false>(rows, kind, at, first, groups, scales, minima);
+        return unpack_scales_of<Factors::is_signed, false>(rows, kind, at, first, groups, ahead, scales, minima);
+    if (kind.factors) return unpack_scales_of<Factors::two, true>(rows, kind, at, first, groups, ahead, scales, minima);
+    if (kind.minima) return unpack_scales_of<Factors::none, true>(rows, kind, at, first, groups, ahead, scales, minima);
+    unpack_scales_of<Factors::none, false>(rows, kind, at, first, groups, ahead, scales, minima);
 }
 
 // Two columns of 16 rows as the right operand of a product.
@@ -389,8 +392,13 @@ HG_INLINE void unpack_columns(T* out, const uint8_t* rows, const BlockKind& kind
     return unpack_codes<T, 4, 2>(out, low, high, columns, kind.offset, ahead);
 }
 
-constexpr int64_t kChunk = 256;      // columns that are unpacked at a time: a multiple of those of any block
+constexpr int64_t kChunk = 256;      // most columns that are unpacked at a time: a multiple of those of any block
 constexpr int64_t kLeastGroup = 16;  // columns of the smallest group
+
+// Columns are divided evenly into as few chunks as possible: 576 are 3 x 192, not 256 + 256 + 64.
+HG_INLINE int64_t chunk_of(const BlockKind& kind, int64_t K) {
+    return ceil_div(ceil_div(K, ceil_div(K, kChunk)), kind.columns) * kind.columns;
+}
 
 // Rows by id. A number is `scale * code`, plus the minimum: two roundings in float32, as in the reference.
 template <class T> void unpack_block_rows(const Runtime& runtime, const PackArgs& args) {
@@ -405,7 +413,7 @@ template <class T> void unpack_block_rows(const Runtime& runtime, const PackArgs
             for (int64_t first = 0; first < args.K; first += kChunk) {
                 const int64_t columns = min64(kChunk, args.K - first);
                 unpack_columns(codes, rows, kind, at, first, columns, 0);
-                unpack_scales(args.stored, rows, kind, at, first / kind.group, columns / kind.group, scales, minima);
+                unpack_scales(args.stored, rows, kind, at, first / kind.group, columns / kind.group, 0, scales, minima);
                 for (int64_t c = 0; c < columns; c += kLanes) {
                     alignas(64) float numbers[kLanes];
                     const int64_t group = c / kind.group * kLanes + lane;
@@ -435,13 +443,15 @@ template <class T> struct BlockTileCall {
 // Adds the chains of group `g` to the sums.
 template <bool kMinima, int MR, int NV, class Call>
 HG_INLINE void add_group(const Call& call, const f32x16 (&dot)[MR][NV], int64_t g) {
+    float* const sums = call.sums;  // read once, because stores might change `call` as far as the compiler can tell
+    const float* const left_sums = kMinima ? call.left_sums + g * MR : nullptr;
     HG_UNROLL for (int j = 0; j < NV; ++j) {
         const f32x16 scale = load(call.scales[j] + g * kLanes);
         const f32x16 minimum = kMinima ? load(call.minima[j] + g * kLanes) : zero();
         HG_UNROLL for (int r = 0; r < MR; ++r) {
-            float* sum = call.sums + (j * MR + r) * kLanes;
+            float* sum = sums + (j * MR + r) * kLanes;
             f32x16 total = fma(scale, dot[r][j], load(sum));
-            if (kMinima) total = fma(minimum, set1(call.left_sums[g * MR + r]), total);
+            if (kMinima) total = fma(minimum, set1(left_sums[r]), total);
             store(sum, total);
         }
     }
@@ -612,12 +622,13 @@ void linear_few_rows(const LinearArgs& args, const BlockKind& kind, const BlockL
     alignas(64) float scales[NV][kChunk / kLeastGroup * kLanes], minima[NV][kChunk / kLeastGroup * kLanes];
     alignas(64) float sums[MR * NV * kLanes] = {};
     const uint8_t* rows = static_cast<const uint8_t*>(args.weight) + block * at.end;
-    for (int64_t k = 0; k < args.K; k += kChunk) {
-        const int64_t group = k / kind.group, groups = min64(kChunk, args.K - k) / kind.group;
+    const int64_t chunk = chunk_of(kind, args.K);
+    for (int64_t k = 0; k < args.K; k += chunk) {
+        const int64_t group = k / kind.group, groups = min64(chunk, args.K - k) / kind.group;
         FewRowsCall<MR, NV> call{sums, static_cast<const uint32_t*>(args.scratch) + k / 2 * MR,
                                  kind.minima ? left_sums(args) + group * MR : nullptr};
         for (int64_t j = 0; j < NV; ++j) {
-            unpack_scales(args.stored, rows + j * at.end, kind, at, group, groups, scales[j], minima[j]);
+            unpack_scales(args.stored, rows + j * at.end, kind, at, group, groups, wide * at.end, scales[j], minima[j]);
             call.low[j] = rows + j * at.end + at.low + 2 * k * kind.low;
             call.high[j] = rows + j * at.end + at.high + 2 * k * kind.high;
             call.scales[j] = scales[j], call.minima[j] = minima[j];
@@ -664,15 +675,16 @@ template <class T> void linear_packed_blocks(const LinearArgs& args, int64_t blo
     const float *minimum[4] = {minima[0], minima[1], minima[2], minima[3]};
     const uint8_t* rows_of_block = static_cast<const uint8_t*>(args.weight) + block * at.end;
     const RowTiles tiles(args.M);
+    const int64_t chunk = chunk_of(kind, args.K);
     for (int64_t panel = 0; panel < tiles.count; panel += kPanelTiles) {
         const int64_t last = min64(tiles.count, panel + kPanelTiles), row0 = tiles.start(panel);
         memset(sums, 0, size_t((tiles.start(last) - row0) * wide * kLanes) * sizeof(float));
-        for (int64_t k = 0; k < args.K; k += kChunk) {
-            const int64_t columns = min64(kChunk, args.K - k), group = k / kind.group;
+        for (int64_t k = 0; k < args.K; k += chunk) {
+            const int64_t columns = min64(chunk, args.K - k), group = k / kind.group;
             for (int64_t j = 0; j < wide; ++j) {
                 const uint8_t* rows = rows_of_block + j * at.end;
                 unpack_columns(codes[j], rows, kind, at, k, columns, wide * at.end);
-                unpack_scales(args.stored, rows, kind, at, group, columns / kind.group, scales[j], minima[j]);
+                unpack_scales(args.stored, rows, kind, at, group, columns / kind.group, wide * at.end, scales[j], minima[j]);
             }
             for (int64_t t = panel; t < last; ++t) {
                 const int64_t row = tiles.start(t), rows = tiles.size(t), fits = widest(rows, wide);

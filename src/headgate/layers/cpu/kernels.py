@@ -131,6 +131,11 @@ class Kernels:
         """Memory for gate and up of N rows each."""
         return self.empty_blocks(2 * -(-N // LANES) * LANES, K, kind)
 
+    def empty_blocks_experts(self, count: int, N: int, K: int, kind: str) -> Tensor:
+        """`count` weights; part `i` is one as `empty_blocks` returns."""
+        stack: Tensor = self._large_zeros([count, -(-N // LANES), self._set.block_bytes(kind, K)], torch.uint8)
+        return stack
+
     def pack_blocks_into(
         self, packed: Tensor, blocks: Tensor, kind: str, row_offset: int = 0, part: Part | None = None
     ) -> None:
@@ -203,14 +208,18 @@ class Kernels:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         clamped: tuple[float, float] | None = None,
+        kinds: tuple[str, str] = ("", ""),
     ) -> Tensor:
         """The weighted sum of the MLPs of each row's experts, each of N inner numbers.
 
         `ids` [rows, top] int32 and `weights` [rows, top] float32 name each row's experts. Only the weights of named
         experts are read. Biases are `[experts, 2N]`, the gates' first, and `[experts, columns of x]`. With `clamped`
-        (alpha, limit) the gate is `gate * sigmoid(alpha * gate) * (up + 1)` of values clamped to the limit.
+        (alpha, limit) the gate is `gate * sigmoid(alpha * gate) * (up + 1)` of values clamped to the limit. `kinds`
+        are the kinds of block of both weights.
         """
-        result: Tensor = self._set.experts(x, gate_up, down, N, ids, weights, gate_up_bias, down_bias, clamped)
+        result: Tensor = self._set.experts(
+            x, gate_up, down, N, ids, weights, gate_up_bias, down_bias, clamped, *kinds
+        )
         return result
 
     # Norms
