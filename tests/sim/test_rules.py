@@ -1,9 +1,14 @@
-"""Rules that random plans rarely test: aborts, pauses and updates also apply to processes that restart later."""
+"""Rules that random plans rarely test: aborts, pauses and updates also apply to processes that restart later.
+
+The last tests break the product and show that the judge notices.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from headgate.router.exchange.retry_state import RetryState
+from headgate.testing.sim.engine import EngineProfile
 from headgate.testing.sim.hosts import ServerSettings
 from headgate.testing.sim.judge import read
 from tests.sim.plans import action, request
@@ -40,3 +45,13 @@ def test_55_a_worker_that_restarts_with_other_weights_gets_no_requests(run_plan)
     report, _ = run_plan(late, action(0.2, "update", mode="abort"), gone)
     assert not report.failures
     assert {version for each in late for version in read(each).choices[0].versions} == {1}
+
+
+def test_74_an_answer_that_is_given_up_too_early_is_noticed_in_spite_of_faults(run_plan, monkeypatch):
+    full = EngineProfile(step_s=0.02, blocks=32, rows=8, reschedules=True)
+    stopped_later = action(3.9, "stop_server", duration_s=0.1)
+    report, _ = run_plan([request(f"r{i}", max_tokens=60) for i in range(8)], stopped_later, profile=full)
+    assert not report.failures and report.counts["resumes"]
+    monkeypatch.setattr(RetryState, "_may_try", lambda *_, **__: False)
+    report, _ = run_plan([request(f"r{i}", max_tokens=60) for i in range(8)], stopped_later, profile=full)
+    assert [failure for failure in report.failures if "74: returned unfinished" in failure]

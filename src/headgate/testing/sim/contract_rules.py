@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from headgate.router.control.fan_out import IS_DOWN, WENT_DOWN
+from headgate.router.exchange.attempt import Withheld
 from headgate.router.exchange.prefill import PREFILL
+from headgate.router.exchange.relay import Exchange
 from headgate.testing.sim.caller import ReceivedAnswer
 from headgate.testing.sim.hosts import SimServer
 from headgate.testing.sim.network import SimTransport
@@ -24,6 +26,7 @@ STALL_SLACK_S = 3.0  # extra time to notice a stalled client, because a router c
 DEFAULT_TIMEOUT_S = 30.0  # timeout of control calls that specify none
 UPDATE_TIMEOUT_S = 300.0
 MOST_COUNTED = 1_000_000  # tokens; far more than any run generates
+PREEMPTED = "preempted"
 LONGEST_TEXT = 4_000  # characters; no prompt that fits the context of 160 tokens is longer
 
 
@@ -74,6 +77,21 @@ def implausible_counters(servers: Iterable[SimServer]) -> Iterator[str]:
         for kind, number in server.ledger.metrics.tokens.items():
             if not 0 <= number < MOST_COUNTED:
                 yield f"68: {server.name} counts {number} {kind} tokens"
+
+
+# --------------------------------------------------------------------------------------------------------- rescheduling
+
+
+def is_given_up(exchange: Exchange) -> bool:
+    """Guarantee 74: whether the rules allow no further attempt at an answer that a worker has returned.
+
+    If the last attempt was preempted, there is no such rule: the last permitted worker recomputes the answer.
+    """
+    out_of_time = exchange.left_s is not None and exchange.left_s <= 0
+    outcome = None if exchange.last_attempt is None else exchange.last_attempt[1]
+    preempted = isinstance(outcome, Withheld) and outcome.cause == PREEMPTED
+    config = exchange.router.config
+    return out_of_time or (not preempted and exchange.moves >= min(config.retries, config.preempt_retry_count))
 
 
 # ------------------------------------------------------------------------------------------------------ control answers

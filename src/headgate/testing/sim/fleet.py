@@ -76,6 +76,8 @@ class SimFleet:
         self._ids = Counter(request.id for request in plan.requests)
         self._choices = Counter(name for request in plan.requests for name in request.choice_names)
         self._placements: dict[tuple[str, str], list[str]] = {}  # (router, id) -> addresses of workers
+        # (router, tenant, id) of requests that ended when no worker could have continued them.
+        self._abandoned: set[tuple[str, str, str]] = set()
         self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # router -> its live requests at each pause
         self._before_pause: dict[str, set[str]] = {}  # router -> ids that it had accepted before a pause
         self._pausers: set[str] = set()  # hosts that received a pause call
@@ -155,6 +157,22 @@ class SimFleet:
             return  # the request has ended, and a worker is asked only for the text of its tokens
         if exchange.ending or (exchange.id in self.asked_to_end[router] and self._ids[exchange.id] == 1):
             self.fail(f"{exchange.id} was sent to another worker after its abort was requested")
+
+    def exchange_ended(self, router: str, exchange: Exchange) -> None:
+        """Record whether the request could not have been continued (guarantee 74)."""
+        takers = [server for server in self.servers if self._takes_requests(router, server)]
+        if not takers or contract_rules.is_given_up(exchange):
+            self._abandoned.add((router, exchange.tenant, exchange.id))
+
+    def _takes_requests(self, router: str, server: SimServer) -> bool:
+        """Whether a router regards a server as ready, and the server in fact is."""
+        worker, states = self.worker(router, server), self.engine_states(server)
+        ready = worker is not None and worker.available and not server.stopping
+        return ready and bool(states) and set(states) == {"running"}
+
+    def _was_abandoned(self, request: PlannedRequest) -> bool:
+        tenant = request.tenant if "routers" in self.plan.keys_at else ""
+        return (request.to, tenant, request.id) in self._abandoned
 
     def record_aborted(self, router: str, abort_s: float, tokens: dict[str, int]) -> None:
         """Record the answer of an abort call, without requests of other routers, which may have moved before it."""

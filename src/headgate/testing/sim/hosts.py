@@ -58,6 +58,10 @@ class SimSignals:
         self.on_stop: Any = None
         self._first = asyncio.Event()
 
+    @property
+    def received(self) -> bool:
+        return self._first.is_set()
+
     async def first(self) -> None:
         await self._first.wait()
 
@@ -111,6 +115,11 @@ class SimHost:
     @property
     def alive(self) -> bool:
         return self.host.alive and self.task is not None and not self.task.done()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the process has received a signal to shut down."""
+        return self.signals.received
 
     async def _serve(self) -> None:
         raise NotImplementedError
@@ -238,9 +247,10 @@ class FalseAnswers:
 
 
 class WatchedRouter(Router):
-    """A router that reports each placement, and the live requests at the moment of each pause."""
+    """A router that reports each placement, the live requests at the moment of each pause, and the end of each request."""
 
     on_place: Callable[[Exchange, str], None]
+    on_exchange_end: Callable[[Exchange], None]
     on_hold: Callable[[tuple[Exchange, ...]], None]
 
     def __init__(self, config: RouteConfig, *, seed: int, fast_path: FastPath) -> None:
@@ -252,6 +262,10 @@ class WatchedRouter(Router):
         self.on_hold(tuple(self.live.values()))
         return super().hold(*arguments, **named)
 
+    def exchange_ended(self, exchange: Exchange) -> None:
+        self.on_exchange_end(exchange)
+        super().exchange_ended(exchange)
+
     def _choose(self, exchange: Exchange, retry_state: RetryState | None = None) -> Placement | None:
         placement = self._unwatched_choose(exchange, retry_state)
         if placement is not None:
@@ -260,9 +274,11 @@ class WatchedRouter(Router):
 
 
 class RouterObserver(Protocol):
-    """Receives the placements and pauses of a router."""
+    """Receives the placements, pauses and ended requests of a router."""
 
     def placed(self, router: str, exchange: Exchange, url: str) -> None: ...
+
+    def exchange_ended(self, router: str, exchange: Exchange) -> None: ...
 
     def held(self, router: str, live: tuple[Exchange, ...]) -> None: ...
 
@@ -284,6 +300,7 @@ class SimRouter(SimHost):
         self.router = WatchedRouter(self._config, seed=self._seed, fast_path=self._fast_path)
         self.router.on_place = lambda exchange, url: self._watch.placed(self.name, exchange, url)
         self.router.on_hold = lambda live: self._watch.held(self.name, live)
+        self.router.on_exchange_end = lambda exchange: self._watch.exchange_ended(self.name, exchange)
         async with serving(self.router, cast(Any, SimSocket(*self.address)), "0"):
             await self.signals.first()
             await self.router.drain()

@@ -43,7 +43,8 @@ class Circumstances:
     pause: bool = False
     faults: bool = False
     updated: bool = False  # the weights were updated
-    reschedules: bool = False
+    reschedules: bool = False  # engines return preempted answers
+    abandoned: bool = False  # no worker could have continued the answer
 
     def holds(self, name: str) -> bool:
         return bool(getattr(self, name, False))
@@ -342,8 +343,10 @@ def _check_end(
         case "abort":
             if cause not in _causes(request, index, circumstances):
                 yield f"aborted by {cause}"
-        case "pd_reschedule" if circumstances.reschedules and (circumstances.faults or not request.routed):  # 74
+        case "pd_reschedule" if circumstances.reschedules and (circumstances.abandoned or not request.routed):
             pass
+        case "pd_reschedule":
+            yield f"74: returned unfinished after {len(ids)} tokens ({cause}), although a worker could have continued it"
         case other:
             yield f"finished with {other}"
     if request.returns_ids and not request.body.get("ignore_eos") and vocabulary.EOS in ids[:-1]:

@@ -346,6 +346,7 @@ class World(SimFleet):
             faults=self._may_fail(request),
             updated=self.version > 0,
             reschedules=plan.profile.reschedules,
+            abandoned=self._was_abandoned(request),
         )
 
     def _count(self) -> None:
