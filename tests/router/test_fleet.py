@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
+from headgate.config import RouteConfig
 from headgate.errors import RequestError
-from headgate.router.exchange.retry_state import RetryBudget
+from headgate.router.exchange.attempt import Answered
+from headgate.router.exchange.retry_state import Progress, RetryBudget, RetryState
 from headgate.router.fleet.fleet import FAILURES, MAX_COOLDOWN_S, SUCCESSES, NoSuchWorker, Workers
 from headgate.router.fleet.worker import Worker
 
@@ -56,6 +60,20 @@ def test_44_a_worker_comes_back_after_its_cooldown_and_several_good_probes():
         assert a.state == "down"
     fleet.probed(a, "ready")
     assert (a.state, a.failures) == ("ready", 0)
+
+
+def test_74_a_restart_that_no_probe_has_seen_allows_new_attempts():
+    fleet, (a,) = fleet_of(A)
+    fleet.set_boot_id(a, "first")
+    retry_state = RetryState(RouteConfig(), lambda: True, Random(0))
+    refusal = Answered(503, [], b'{"error":{"code":"shutting_down"}}')
+    retry_state.judge(a, refusal, Progress())
+    assert retry_state.unwilling == {a}
+    changes: list[None] = []
+    fleet.on_change = lambda: changes.append(None)
+    fleet.set_boot_id(a, "second")
+    assert retry_state.unwilling == set()
+    assert changes, "requests that wait for a worker are not woken"
 
 
 def test_44_cooldowns_grow_until_the_worker_has_answered_a_request():

@@ -593,6 +593,7 @@ LATEST = {
     127115408759: "one of several tenants is refused although fewer choices run than there are places",
     779757294146: "a server outlives an engine that was killed while it did not answer",
     255086519796: "an abort ends a request that arrived during the call, although its worker was also paused",
+    1251488397: "an answer returned by a shutdown continues on a server that was restarted between two probes",
     733630493341: "a worker reports a request as ended and as unknown, and its whole answer is still expected",
 }
 

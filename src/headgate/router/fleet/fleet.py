@@ -254,8 +254,12 @@ class Workers:
     def set_boot_id(self, worker: Worker, boot_id: str | None) -> None:
         """Set the worker's boot id. It reveals restarts shorter than the probe interval."""
         before, worker.boot_id = worker.boot_id, boot_id
-        if before not in (None, boot_id) and self.on_restart is not None:
-            log.info("%s was restarted", worker.name)
+        if before in (None, boot_id):
+            return
+        log.info("%s was restarted", worker.name)
+        worker.changes += 1
+        self._changed()
+        if self.on_restart is not None:
             self.on_restart(worker)
 
     def set_version(self, worker: Worker, version: int) -> None:

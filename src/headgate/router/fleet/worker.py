@@ -56,7 +56,7 @@ class Worker:
         self.kind: Kind = "unknown"
         self.models: frozenset[str] = frozenset()  # empty if unknown
         self.state: WorkerState = "starting"
-        self.changes = 0  # number of state changes
+        self.changes = 0  # number of state changes and restarts
         self.probes = 0  # number of probes that found the worker ready
         self.key: str | None = None  # API key for this worker, if it differs from the fleet's key
         self.listed = False  # whether it is in the workers file
