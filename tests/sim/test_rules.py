@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from headgate.api.control import lifecycle
 from headgate.router.exchange.retry_state import RetryState
 from headgate.testing.sim.engine import EngineProfile
 from headgate.testing.sim.hosts import ServerSettings
@@ -45,6 +46,15 @@ def test_55_a_worker_that_restarts_with_other_weights_gets_no_requests(run_plan)
     report, _ = run_plan(late, action(0.2, "update", mode="abort"), gone)
     assert not report.failures
     assert {version for each in late for version in read(each).choices[0].versions} == {1}
+
+
+def test_72_a_pause_that_counts_choices_is_noticed(run_plan, monkeypatch):
+    pause = action(0.4, "pause", mode="abort")
+    report, _ = run_plan([request("a", n=3), request("b", n=3)], pause)
+    assert not report.failures
+    monkeypatch.setattr(lifecycle, "_requests", list)
+    report, _ = run_plan([request("a", n=3), request("b", n=3)], pause)
+    assert [failure for failure in report.failures if failure.startswith("72: a pause reports 6")]
 
 
 def test_74_an_answer_that_is_given_up_too_early_is_noticed_in_spite_of_faults(run_plan, monkeypatch):

@@ -121,7 +121,7 @@ def _duplicates(kind: str, named: Counter[str], known: Counter[str]) -> Iterator
 
 
 def overcounted(result: Any, requests: Collection[PlannedRequest], since_s: float) -> Iterator[str]:
-    """Guarantee 72: a pause cannot end or finish more choices than exist. A repeated pause may count them again."""
+    """Guarantee 72: a pause cannot end or finish more requests than exist. A repeated pause may count them again."""
     if not isinstance(result, dict):
         return
     sent = [
@@ -129,9 +129,9 @@ def overcounted(result: Any, requests: Collection[PlannedRequest], since_s: floa
         for request in requests
         if request.reply.began_s and not (request.reply.whole and request.reply.ended_s < since_s - REPEATED_S)
     ]
-    reported, choices = result.get("aborted", 0) + result.get("finished", 0), sum(request.n for request in sent)
-    if reported > choices:
-        yield f"72: a pause reports {reported} ended or finished choices, but only {choices} existed"
+    reported = result.get("aborted", 0) + result.get("finished", 0)
+    if reported > len(sent):
+        yield f"72: a pause reports {reported} ended or finished requests, but only {len(sent)} existed"
 
 
 def false_blame(result: Any, others: Collection[str], *, faults: bool) -> Iterator[str]:
