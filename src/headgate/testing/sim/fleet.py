@@ -75,7 +75,7 @@ class SimFleet:
         self._unknown_claims: set[tuple[str, str]] = set()
         self._ids = Counter(request.id for request in plan.requests)
         self._choices = Counter(name for request in plan.requests for name in request.choice_names)
-        self._placements: dict[tuple[str, str], list[str]] = {}  # (router, id) -> addresses of workers
+        self.placements: dict[tuple[str, str], list[str]] = {}  # (router, id) -> addresses of workers
         # (router, tenant, id) of requests that ended when no worker could have continued them.
         self._abandoned: set[tuple[str, str, str]] = set()
         self._held_live: dict[str, list[tuple[Exchange, ...]]] = {}  # router -> its live requests at each pause
@@ -152,7 +152,7 @@ class SimFleet:
     # -- events that routers and servers report ----------------------------------------------
 
     def placed(self, router: str, exchange: Exchange, url: str) -> None:
-        self._placements.setdefault((router, exchange.id), []).append(url)
+        self.placements.setdefault((router, exchange.id), []).append(url)
         if exchange.cut:
             return  # the request has ended, and a worker is asked only for the text of its tokens
         if exchange.ending or (exchange.id in self.asked_to_end[router] and self._ids[exchange.id] == 1):

@@ -19,7 +19,7 @@ from typing import Any
 
 from headgate import shares
 from headgate.router.data_path.fast_path import PYTHON, FastPath
-from headgate.testing.sim import contract_rules, hostile, leaks
+from headgate.testing.sim import contract_rules, hostile, leaks, strict_pairs
 from headgate.testing.sim.actions import Actions
 from headgate.testing.sim.caller import call
 from headgate.testing.sim.engine import EngineProcesses
@@ -35,9 +35,11 @@ from headgate.testing.sim.script import (
     KV_FAULTS,
     WINDOW_S,
     PlannedRequest,
+    SimulationPlan,
     draw,
     name_choices,
 )
+from headgate.testing.sim.strict_pairs import PlanResult
 
 UP_S = 30.0  # longest time for the fleet to start
 END_S = 200.0  # longest time for all requests to end after the last action
@@ -135,7 +137,7 @@ class World(SimFleet):
         for request in self.plan.requests:
             for complaint in (*judge(request, self._circumstances(request)), *self._broken_rules(request)):
                 self.fail(complaint)
-            if request.routed and has_tokens(request) and not self._placements.get((request.to, request.id)):
+            if request.routed and has_tokens(request) and not self.placements.get((request.to, request.id)):
                 self.fail(f"{request.name} was answered, but its placement was not observed")
             if not self._was_placed_at_a_dishonest_server(request):
                 self._judge_aborts(request)
@@ -162,7 +164,7 @@ class World(SimFleet):
 
     def _was_placed_at_a_dishonest_server(self, request: PlannedRequest) -> bool:
         dishonest = {self.hosts[name].url for name in self.dishonest}
-        return not dishonest.isdisjoint(self._placements.get((request.to, request.id), ()))
+        return not dishonest.isdisjoint(self.placements.get((request.to, request.id), ()))
 
     async def _start_fleet(self) -> None:
         for hosts, what in ((self.servers, "the servers listen"), (self.routers, "the routers listen")):
@@ -442,4 +444,16 @@ def simulate(
     plan = hostile.draw(seed, only) if actors else draw(seed, only)
     if actors and choices:
         plan = name_choices(seed, plan)
-    return World(seed, plan, chatty=chatty, folder=folder, fast_path=fast_path).run()
+
+    def run(plan: SimulationPlan) -> PlanResult:
+        world = World(seed, plan, chatty=chatty, folder=folder, fast_path=fast_path)
+        return PlanResult(plan.requests, world.placements, world.run())
+
+    paired = SimulationReport(seed)
+    if actors and choices and strict_pairs.is_drawn(seed):
+        strict_pairs.add_pair(paired, plan, run)
+    report = run(plan).report
+    report.failures += paired.failures
+    report.trace += paired.trace
+    report.counts += paired.counts
+    return report
