@@ -26,7 +26,7 @@ class Overtaken(RequestError):
     code = "overtaken"
 
 
-class Resumed(Overtaken):
+class AlreadyResumed(Overtaken):
     code = "resumed"
 
 
@@ -77,4 +77,4 @@ class Orders:
         if (order.only_if == RUNNING and paused) or (order.only_if == OWN and self._last != order.router):
             raise Overtaken("another caller has paused or resumed this server since")
         if order.only_if == UNRESUMED and self._resumed:
-            raise Resumed("another router has resumed this server since it started")
+            raise AlreadyResumed("another router has resumed this server since it started")

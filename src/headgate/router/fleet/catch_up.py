@@ -17,7 +17,7 @@ import msgspec
 
 from headgate.contract.control import UPDATE_TIMEOUT_S, PauseRequest
 from headgate.contract.operations.control import PAUSE
-from headgate.contract.orders import Overtaken, Resumed
+from headgate.contract.orders import AlreadyResumed, Overtaken
 from headgate.reconcile import CatchUpStep, Desired, Observed, steps
 from headgate.router.control.fan_out import SLACK_S, CallerHeaders, WorkerCall, WorkerReply
 from headgate.router.control.lifecycle import (
@@ -142,7 +142,7 @@ class CatchUp:
 
     async def _catch_up(self, worker: Worker) -> None:
         reply = await self._pause(worker)
-        if reply.code == Resumed.code:
+        if reply.code == AlreadyResumed.code:
             return  # it runs as it should, or the next round pauses it
         # An engine whose update was interrupted refuses a pause and waits for an update.
         if (reply.ok or reply.status == CONFLICT) and CatchUpStep.UPDATE in self._steps(worker):
@@ -173,7 +173,7 @@ class CatchUp:
         reply = await self._ask(worker, self._pause_call(pause, *only_if), pause.timeout + SLACK_S)
         if reply.ok and controls.current_pause is not None:
             controls.note_paused(worker)
-        elif reply.code == Resumed.code and controls.idle and controls.current_pause is pause:
+        elif reply.code == AlreadyResumed.code and controls.idle and controls.current_pause is pause:
             controls.release_for(worker)
         return reply
 
