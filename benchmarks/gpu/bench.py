@@ -28,7 +28,7 @@ from benchmarks.checkpoint import config_of  # noqa: E402
 import headgate.device.tensor_parallel.parallelism as parallelism  # noqa: E402
 from headgate.config import FP8, EngineConfig  # noqa: E402
 from headgate.contract.sampling import SamplingParams  # noqa: E402
-from headgate.device.weights.loading import TensorInfo  # noqa: E402
+from headgate.device.weights.source import TensorInfo  # noqa: E402
 from headgate.engine.build import Engine, build_engine  # noqa: E402
 from headgate.models import Config, ModelSpec, Network, build_model, read_spec, spec_of  # noqa: E402
 from headgate.models.spec import Experts  # noqa: E402

@@ -14,6 +14,7 @@ from headgate.layers.formats import (
     Floating,
     Fp8Rows,
     GgufBlocks,
+    IntGroups,
     Weight,
     convertible,
     floating,
@@ -114,13 +115,46 @@ def test_a_rank_takes_its_columns_with_the_scales_of_all_rows(rank):
     assert torch.equal(linear.matrix.scale, weight.scale)
 
 
+def int_groups(rows: int, columns: int, size: int) -> Weight:
+    random = torch.Generator().manual_seed(1)
+    numbers = torch.randint(16, (rows, columns), generator=random, dtype=torch.uint8)
+    zero = torch.randint(16, (rows, columns // size), generator=random, dtype=torch.uint8)
+    return Weight(numbers, IntGroups(4, size), torch.rand(rows, columns // size, generator=random), zero)
+
+
+def test_a_number_of_a_group_is_its_distance_from_zero_times_the_scale():
+    weight = Weight(
+        torch.tensor([[0, 7, 15, 8]], dtype=torch.uint8),
+        IntGroups(4, 2),
+        torch.tensor([[0.5, 2.0]]),
+        torch.tensor([[7, 9]], dtype=torch.uint8),
+    )
+    assert floating_numbers(weight).tolist() == [[-3.5, 0.0, 12.0, -2.0]]
+
+
+@pytest.mark.parametrize("columns", [slice(4, 12), slice(2, 9), slice(8, 16)])
+def test_some_columns_of_groups_are_the_same_numbers_wherever_they_are_cut(columns):
+    weight = int_groups(6, 16, 4)
+    found = weight.rows(slice(1, 5)).columns(columns)
+    assert torch.equal(floating_numbers(found), floating_numbers(weight)[1:5, columns])
+    assert isinstance(found.format, Floating if columns.start % 4 else IntGroups)
+
+
+def test_groups_are_rounded_to_eight_bits_as_their_numbers_are():
+    weight = int_groups(6, 16, 4)
+    found, expected = fp8_rows(weight), fp8_rows(floating(floating_numbers(weight)))
+    assert torch.equal(found.numbers.float(), expected.numbers.float()) and torch.equal(found.scale, expected.scale)
+
+
 @pytest.mark.parametrize("name", available_backends())
-def test_a_floating_point_matrix_accepts_no_other_format(name):
+def test_a_floating_point_matrix_accepts_every_format(name):
     backend = choose_backend(name, torch.device("cpu"), torch.float32, HEADS)
-    matrix = backend.matrix(8, 16)
-    assert matrix.format == Floating(torch.float32)
-    with pytest.raises(AssertionError, match="cannot be stored as floating-point numbers"):
-        backend.pack(matrix, fp8_rows(floating(weight_of(8, 16))), 0)
+    for weight in (fp8_rows(floating(weight_of(8, 16))), int_groups(8, 16, 4)):
+        matrix, expected = backend.matrix(8, 16), backend.matrix(8, 16)
+        assert matrix.format == Floating(torch.float32)
+        backend.pack(matrix, weight, 0)
+        backend.pack(expected, floating(floating_numbers(weight)), 0)
+        assert torch.equal(matrix.data, expected.data)
 
 
 def blocks_of(kind: str, rows: int, columns: int) -> Weight:

@@ -127,8 +127,8 @@ REFUSED = [
     ),
     ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; silu, swish, gelu_pytorch_tanh are"),
     (
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "the checkpoint is quantised with gptq; use float32, bfloat16, float16 weights",
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "quantised with bitsandbytes, which cannot be read; fp8, fbgemm_fp8, awq, gptq, compressed-tensors can, or use",
     ),
     ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; float32, bfloat16, float16 are"),
     ({"hidden_size": None}, "config.json lacks hidden_size"),

@@ -67,7 +67,10 @@ def test_gpt_oss_has_windows_in_every_other_layer_and_scaled_angles_by_default()
         (ERNIE | {"moe_k": 65}, "each token uses 65 of 64 experts"),
         (OSS | {"swiglu_limit": 0}, "swiglu_limit 0.0 is not supported; it must be positive"),
         (OSS | {"layer_types": ["full_attention"]}, "1 layer types are given for 4 layers"),
-        (OSS | {"quantization_config": {"quant_method": "gptq"}}, "the checkpoint is quantised with gptq"),
+        (
+            OSS | {"quantization_config": {"quant_method": "gptq"}},
+            "quantised with gptq, which cannot be read; mxfp4 can",
+        ),
         (GLM | {"n_group": 3}, "1 of 3 groups of 128 experts cannot be chosen"),
         (GLM | {"n_group": 32, "num_experts_per_tok": 8}, "1 groups have fewer than 8 experts"),
         (GLM | {"num_nextn_predict_layers": 65}, "num_nextn_predict_layers is 65; the maximum is 64"),

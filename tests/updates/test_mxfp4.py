@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from headgate.device.weights.loading import load_weights
-from headgate.device.weights.mxfp4 import Mxfp4Folder, unpacked
 from headgate.device.weights.resources import open_files
+from headgate.device.weights.whole import WholeWeights
 from headgate.errors import BrokenCheckpoint, UnsupportedModel
+from headgate.layers.stored import mxfp4_numbers
 from headgate.models import build_model, read_spec
 from tests.models.families import write_family
 from tests.models.pages import BACKENDS, Pages, prompt
@@ -58,12 +59,15 @@ def test_packed_experts_give_the_logits_of_transformers(folders, backend):
 def test_every_number_and_scale_is_that_of_transformers():
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
     scales = torch.tensor([100, 120, 126, 127, 128, 130, 140, 150] * 2, dtype=torch.uint8).view(1, 8, 2)
-    assert torch.equal(unpacked(blocks, scales), convert_moe_packed_tensors(blocks, scales))
+    assert torch.equal(mxfp4_numbers(blocks, scales), convert_moe_packed_tensors(blocks, scales))
 
 
 def test_metadata_is_what_iteration_yields(folders):
-    source = Mxfp4Folder(folders[0])
-    assert source.metadata() == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in source}
+    whole = WholeWeights(open_files(folders[0]), read_spec(folders[0]).quantisation)
+    declared = whole.metadata()
+    assert {name: info.shape for name, info in declared.items()} == {
+        name: tuple(weight.numbers.shape) for name, weight in whole
+    }
 
 
 def changed(folders, tmp_path: Path, **tensors: torch.Tensor | None) -> Path:
@@ -77,11 +81,12 @@ def changed(folders, tmp_path: Path, **tensors: torch.Tensor | None) -> Path:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"_scales": None}, "lacks tensor .*down_proj_scales, and has .*down_proj_blocks"),
+        ({"_scales": None}, "has tensor .*down_proj_blocks and lacks the scales"),
         ({"_scales": torch.zeros(4, 64, 1, dtype=torch.uint8)}, "are not an MXFP4 weight"),
-        ({"_scales": torch.zeros(4, 64, 2)}, "must have dtype uint8"),
+        ({"_scales": torch.zeros(4, 64, 2)}, "down_proj_scales has dtype float32; it must be one of uint8"),
+        ({"_scales": torch.full((4, 64, 2), 255, dtype=torch.uint8)}, "down_proj_scales has scales that are NaN"),
         ({"_blocks": None, "_scales": None}, r"lacks tensor model\.layers\.1\.mlp\.experts\.down_proj$"),
-        ({"_blocks": None}, r"lacks tensor model\.layers\.1\.mlp\.experts\.down_proj$"),
+        ({"_blocks": None}, "has tensor .*down_proj_scales and lacks the numbers"),
     ],
 )
 def test_25_incomplete_weights_are_refused_and_nothing_changes(folders, tmp_path, tensors, message):

@@ -24,8 +24,9 @@ from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor
 from headgate.device.tensor_parallel.followers import Followers, FollowerStart
 from headgate.device.tensor_parallel.parallelism import Parallelism, WantedWeights, join_ranks, start_ranks
 from headgate.device.weights.gguf import keep_as_stored
-from headgate.device.weights.loading import Loadable, WeightSource, load_weights
+from headgate.device.weights.loading import Loadable, load_weights
 from headgate.device.weights.resources import ModelResources, Open, Origin, open_source, origin_of
+from headgate.device.weights.source import WeightSource
 from headgate.device.weights.wires import WeightWires
 from headgate.errors import BrokenCheckpoint, ModelError, OutOfMemory, RequestError
 from headgate.layers.backend import KV, Fp8
@@ -98,6 +99,10 @@ def build_rank_zero(
         grammars = aside.submit(read_grammars, path, spec)
         loaded = load_model(path, spec, config, wanted, parallelism, progress=True)
     model = loaded.model
+    if spec.quantisation is not None:
+        log.info(
+            "the checkpoint is quantised (%s), in %.1f bits per parameter", spec.quantisation, bits_of(path, spec)
+        )
     num_blocks, max_context = size_kv(model, parallelism.least(free_bytes(parallelism.device)), config)
     on_gpu = parallelism.device.type == "cuda"
     max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
@@ -129,7 +134,8 @@ def build_rank_zero(
 def open_wires(model: Network, parallelism: Parallelism) -> WeightWires | None:
     if parallelism.ranks.size > 1:
         return None  # a trainer could reach only this rank
-    return WeightWires({name: parameter.shape for name, parameter in model.parameters()}, parallelism.device)
+    shapes = {name: parameter.shape for name, parameter in model.parameters()}
+    return WeightWires(shapes, parallelism.device, quantisation=model.spec.quantisation)
 
 
 def opening(wires: WeightWires, parallelism: Parallelism) -> Open:
@@ -228,6 +234,11 @@ def refuse_oversized(spec: ModelSpec, path: Path, free: int) -> None:
             f"max_position_embeddings is {spec.max_positions}: its rotary tables need {tables / GIB:.2f} GiB, and "
             f"{free / GIB:.2f} GiB are free"
         )
+
+
+def bits_of(path: Path, spec: ModelSpec) -> float:
+    """The bits of the weight files per parameter."""
+    return 8 * sum(file.stat().st_size for file in weight_files(path)) / spec.num_parameters
 
 
 def kv_name(path: Path, spec: ModelSpec) -> str:

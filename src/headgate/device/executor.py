@@ -18,7 +18,8 @@ from headgate.device.memory import current
 from headgate.device.runner import Launched, ModelRunner
 from headgate.device.sleeping_memory import Sleeper
 from headgate.device.weights.checksums import checksums
-from headgate.device.weights.loading import WeightSource, load_weights
+from headgate.device.weights.loading import load_weights
+from headgate.device.weights.source import WeightSource
 from headgate.errors import EngineDead, HalfWritten
 from headgate.protocol.command import TAGS, Tag
 from headgate.protocol.plan import StepPlan, StepResult

@@ -1,11 +1,13 @@
 """The number formats of weights: as received from a checkpoint or a trainer, and as stored on a device.
 
 A `Weight` is a tensor together with its format. `Backend.pack` converts a weight to the format of the matrix that it
-fills. Start-up and updates both use `pack`, and no other code converts matrices.
+fills. Start-up and updates both use `pack`, and no other code converts matrices. How checkpoints store these formats
+is the subject of `layers/stored.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +28,17 @@ class Floating:
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
     """Eight-bit numbers (e4m3). A float32 scale per row maps the row's largest number to the largest e4m3 number."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntGroups:
+    """Whole numbers from 0 on, of `bits` bits, each in a byte of its own.
+
+    `columns` consecutive columns of a row share a scale and a zero: a weight is `(number - zero) * scale`.
+    """
+
+    bits: int
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ GGUF_BLOCKS = {
     "Q6_K": GgufBlock(256, 210),
 }
 
-WeightFormat = Floating | Fp8Rows | GgufBlocks
+WeightFormat = Floating | Fp8Rows | IntGroups | GgufBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +89,31 @@ class Weight:
 
     numbers: torch.Tensor
     format: WeightFormat
-    scale: torch.Tensor | None = None  # [rows]: multiplies the numbers of each row
+    scale: torch.Tensor | None = None  # float32: [rows] of Fp8Rows, [rows, groups] of IntGroups
+    zero: torch.Tensor | None = None  # like the scale, of IntGroups only
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def rows(self, which: slice | torch.Tensor) -> Weight:
-        return Weight(self.numbers[which], self.format, None if self.scale is None else self.scale[which])
+    def rows(self, which: slice | int | torch.Tensor) -> Weight:
+        """Some rows. Of stacked matrices: some matrices, or one."""
+        return self._each(lambda tensor: tensor[which])
 
     def columns(self, which: slice) -> Weight:
-        if isinstance(self.format, GgufBlocks):
-            return columns_of_blocks(self, self.format, which)
-        return replace(self, numbers=self.numbers[:, which])
+        match self.format:
+            case GgufBlocks() as blocks:
+                return columns_of_blocks(self, blocks, which)
+            case IntGroups(columns=size):
+                return columns_of_groups(self, size, which)
+            case _:
+                return replace(self, numbers=self.numbers[:, which])
 
     def to(self, device: torch.device) -> Weight:
-        scale = None if self.scale is None else self.scale.to(device)
-        return Weight(self.numbers.to(device), self.format, scale)
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+        scale, zero = (None if part is None else change(part) for part in (self.scale, self.zero))
+        return Weight(change(self.numbers), self.format, scale, zero)
 
 
 def floating(numbers: torch.Tensor) -> Weight:
@@ -99,36 +121,36 @@ def floating(numbers: torch.Tensor) -> Weight:
 
 
 def floating_numbers(weight: Weight) -> torch.Tensor:
-    """Return the numbers of a weight in floating point, which can be copied to a tensor of another dtype directly."""
-    if isinstance(weight.format, GgufBlocks):
-        return numbers_of_blocks(weight.numbers, weight.format)
-    assert isinstance(weight.format, Floating), f"{weight.format} cannot be stored as floating-point numbers"
-    return weight.numbers
+    """Return the numbers that a weight of any format stands for, in a floating-point type."""
+    match weight.format:
+        case Floating():
+            return weight.numbers
+        case Fp8Rows():
+            assert weight.scale is not None
+            return weight.numbers.float().mul_(weight.scale[..., None])
+        case IntGroups(columns=size):
+            assert weight.scale is not None and weight.zero is not None
+            numbers = weight.numbers.float()
+            grouped = numbers.view(*numbers.shape[:-1], -1, size)
+            grouped.sub_(weight.zero[..., None]).mul_(weight.scale[..., None])
+            return numbers
+        case GgufBlocks() as blocks:
+            return numbers_of_blocks(weight.numbers, blocks)
 
 
 def fp8_rows(weight: Weight) -> Weight:
     """Return the weight in eight bits. A weight that already has this format is not rounded again."""
-    match weight.format:
-        case Fp8Rows():
-            return weight
-        case Floating():
-            wide = weight.numbers.float()
-            scale = (wide.abs().amax(1) / FP8_LARGEST).clamp_(min=FP8_LEAST_SCALE)
-            numbers = (wide / scale[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8)
-            return Weight(numbers, Fp8Rows(), scale)
-        case GgufBlocks():
-            return fp8_rows(floating(floating_numbers(weight)))
+    if isinstance(weight.format, Fp8Rows):
+        return weight
+    wide = floating_numbers(weight).float()
+    scale = (wide.abs().amax(1) / FP8_LARGEST).clamp_(min=FP8_LEAST_SCALE)
+    numbers = (wide / scale[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8)
+    return Weight(numbers, Fp8Rows(), scale)
 
 
 def convertible(given: WeightFormat, stored: WeightFormat) -> bool:
     """Whether a weight in the format `given` can be packed into a matrix in the format `stored`."""
-    match stored:
-        case GgufBlocks(kind):
-            return given == stored or (GGUF_BLOCKS[kind].rounds and not isinstance(given, Fp8Rows))
-        case Fp8Rows():
-            return True
-        case Floating():
-            return not isinstance(given, Fp8Rows)
+    return not isinstance(stored, GgufBlocks) or given == stored or GGUF_BLOCKS[stored.kind].rounds
 
 
 def gguf_blocks(weight: Weight, format: GgufBlocks) -> Weight:
@@ -154,3 +176,13 @@ def columns_of_blocks(weight: Weight, format: GgufBlocks, which: slice) -> Weigh
     if first % format.columns or last % format.columns:
         return floating(floating_numbers(weight)[:, which])
     return replace(weight, numbers=weight.numbers[:, format.bytes_of(first) : format.bytes_of(last)])
+
+
+def columns_of_groups(weight: Weight, size: int, which: slice) -> Weight:
+    """Return some columns: in the same format if they are whole groups, otherwise in float32."""
+    first, last, _ = which.indices(weight.numbers.shape[1])
+    if first % size or last % size:
+        return floating(floating_numbers(weight)[:, which])
+    groups = slice(first // size, last // size)
+    scale, zero = (None if part is None else part[:, groups] for part in (weight.scale, weight.zero))
+    return Weight(weight.numbers[:, which], weight.format, scale, zero)

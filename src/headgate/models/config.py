@@ -53,6 +53,8 @@ LARGEST = {
     "n_routed_experts": 2**14,
     "num_nextn_predict_layers": 64,
     "moe_num_experts": 2**14,
+    "group_size": 2**20,
+    "num_bits": 64,
 }
 MOST_EOS_IDS = 1024
 
@@ -133,7 +135,6 @@ def read_json(path: Path) -> Config:
 
 def decoder_spec(config: Config, layers: tuple[LayerSpec, ...], rope: Rope | None = None) -> ModelSpec:
     """Return the spec of the whole model; `layers` come from the architecture's own module, and `rope` may."""
-    refuse_quantised(config)
     activation = config.text("hidden_act", "silu")
     if any(isinstance(layer.mlp, Experts) and known_activation(activation) != "silu" for layer in layers):
         raise UnsupportedModel(f"experts with activation {activation!r} are not supported; silu is")
@@ -191,13 +192,6 @@ def windowed(layers: tuple[LayerSpec, ...], windows: Sequence[int | None]) -> tu
         replace(layer, attention=replace(layer.attention, window=window))
         for layer, window in zip(layers, windows, strict=True)
     )
-
-
-def refuse_quantised(config: Config) -> None:
-    quantisation = config.section("quantization_config")
-    if quantisation.values:
-        method = quantisation.text("quant_method", "an unnamed method")
-        raise UnsupportedModel(f"the checkpoint is quantised with {method}; use {', '.join(DTYPES)} weights")
 
 
 def known_activation(name: str) -> Activation:

@@ -164,6 +164,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.unused = spec.unused
+        self.quantisation = spec.quantisation
         self.backend = backend
         # Rounded to the dtype, as in training.
         self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=backend.dtype).item()

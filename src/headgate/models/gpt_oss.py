@@ -36,10 +36,7 @@ def with_defaults(config: Config) -> Config:
     config = config.otherwise(attention_bias=True, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
     if not config.section("rope_parameters").values and not config.section("rope_scaling").values:
         config = config.otherwise(rope_scaling=YARN)
-    if config.section("quantization_config").text("quant_method", "") != "mxfp4":
-        return config
-    # Weights in this format are converted when they are read (`device/weights/mxfp4.py`).
-    return Config(config.name, config.values | {"quantization_config": None})
+    return config
 
 
 def swiglu_limit(config: Config) -> float:

@@ -28,12 +28,13 @@ from headgate.models.mixtral import mixtral
 from headgate.models.network import Network
 from headgate.models.olmo2 import olmo2
 from headgate.models.phi3 import phi3
+from headgate.models.quantisation_config import INTERLEAVED_METHODS, METHODS, MXFP4, read_quantisation
 from headgate.models.qwen2 import qwen2
 from headgate.models.qwen2_moe import qwen2_moe
 from headgate.models.qwen3 import qwen3
 from headgate.models.qwen3_moe import qwen3_moe
 from headgate.models.smollm3 import smollm3
-from headgate.models.spec import ModelSpec
+from headgate.models.spec import Experts, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,11 @@ def spec_of(config: Config) -> ModelSpec:
     name = config.architecture
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"architecture {name} is not supported; {', '.join(ARCHITECTURES)} are")
-    return ARCHITECTURES[name].read(config)
+    spec = ARCHITECTURES[name].read(config)
+    interleaved = any(isinstance(layer.mlp, Experts) and layer.mlp.interleaved for layer in spec.layers)
+    stated = read_quantisation(config, INTERLEAVED_METHODS if interleaved else METHODS)
+    # A trainer may send MXFP4 to an engine that has started with a checkpoint in bfloat16.
+    return replace(spec, quantisation=MXFP4 if stated is None and interleaved else stated)
 
 
 def generation_eos_ids(folder: Path) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from headgate.errors import UnsupportedModel
 from headgate.layers.backend import Activation, ClampedGate, Routing
 from headgate.layers.rotary import LongScaling, Rope
+from headgate.models.quantisation import Quantisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,7 @@ class ModelSpec:
     logits_cap: float | None = None  # logits become `cap * tanh(logit / cap)`
     wide_norms: bool = False  # weights of norms multiply before the result is rounded to the dtype
     norm_offset: float = 0.0  # added to the weights of norms
+    quantisation: Quantisation | None = None  # how the checkpoint stores quantised weights
 
     def __post_init__(self) -> None:
         refuse_less_than_one("layers", len(self.layers))

@@ -20,8 +20,8 @@ import torch
 from headgate.device.executor import LocalExecutor
 from headgate.device.runner import ModelRunner
 from headgate.device.tensor_parallel.ranks import RankGroup
-from headgate.device.weights.loading import TensorInfo, WeightSource
 from headgate.device.weights.resources import open_files
+from headgate.device.weights.source import TensorInfo, WeightSource
 from headgate.errors import OutOfMemory, RequestError, SourceLost
 from headgate.layers.formats import Weight
 from headgate.protocol.command import BroadcastSource, FileSource, Sleep, Source, Tag, Wake

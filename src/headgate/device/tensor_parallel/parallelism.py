@@ -17,8 +17,8 @@ from headgate.device.sampling.draw import Draw
 from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor, open_together
 from headgate.device.tensor_parallel.followers import Followers, FollowerStart
 from headgate.device.tensor_parallel.ranks import RankGroup
-from headgate.device.weights.loading import WeightSource
 from headgate.device.weights.resources import open_source
+from headgate.device.weights.source import WeightSource
 from headgate.errors import RequestError
 from headgate.layers.ranks import ALONE, Ranks
 from headgate.protocol.command import FileSource, Source

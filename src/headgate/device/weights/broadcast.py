@@ -33,7 +33,7 @@ import torch
 import torch.distributed
 
 from headgate.device.memory import finish_copies
-from headgate.device.weights.loading import TensorInfo, type_name
+from headgate.device.weights.source import TensorInfo, type_name
 from headgate.errors import BrokenCheckpoint, SourceLost
 from headgate.protocol.command import Backend, BroadcastSource
 

@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from headgate.device.weights.broadcast import CPU, MARGIN, BroadcastWeights
-from headgate.device.weights.loading import TensorInfo, WeightSource
+from headgate.device.weights.source import TensorInfo, WeightSource
 from headgate.errors import BrokenCheckpoint, OutOfMemory
 from headgate.layers.formats import Weight, floating_numbers
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headgate.device.weights.loading import Loadable, OpenFile, TensorInfo, refuse_checksums
+from headgate.device.weights.loading import Loadable, OpenFile, refuse_checksums
+from headgate.device.weights.source import TensorInfo
 from headgate.device.weights.stacking import pieces_of
 from headgate.layers.formats import GgufBlocks, Weight, numbers_of_blocks
 from headgate.model_store.gguf import NamedTensor, StoredTensor, hub_tensors, read_gguf

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from headgate.device.memory import finish_copies
-from headgate.device.weights.loading import DTYPES, TensorInfo, type_name
+from headgate.device.weights.loading import DTYPES
+from headgate.device.weights.source import TensorInfo, type_name
 from headgate.errors import BrokenCheckpoint, SourceLost
 from headgate.protocol.command import SharedMemorySource, SharedStorage, SharedTensor
 

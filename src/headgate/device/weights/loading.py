@@ -15,20 +15,22 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
+from headgate.device.weights.source import TensorInfo, WeightSource, type_name
 from headgate.device.weights.stacking import StoredPiece, pieces_of
+from headgate.device.weights.whole import WholeWeights
 from headgate.errors import BrokenCheckpoint, HalfWritten, ModelError, NotAModel, OutOfMemory, RankLost, SourceLost
-from headgate.layers.formats import Floating, GgufBlocks, Weight, WeightFormat, convertible, floating
+from headgate.layers.formats import Floating, GgufBlocks, Weight, WeightFormat, convertible
 from headgate.layers.parameter import WeightParameter
 
 DTYPES = {
@@ -50,29 +52,6 @@ CHUNK = 4 * 2**20  # bytes per read while hashing a file
 CONVERTIBLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class TensorInfo(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    format: WeightFormat | None = None  # if the numbers are not stored as `dtype`, which has room for them
-
-
-class WeightSource(Protocol):
-    """A source of weights: a folder, shared memory, a process group.
-
-    A source that is a context manager is entered while weights are loaded from it, and its exit receives the error,
-    if any.
-    """
-
-    def metadata(self) -> Mapping[str, TensorInfo]:
-        """Every tensor that iteration will yield."""
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | Weight]]:
-        """Each tensor once, in any order, on any device. A tensor is valid until the next one is requested.
-
-        A tensor whose info has a format is yielded as a weight in this format.
-        """
-
-
 class Loadable(Protocol):
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]: ...
 
@@ -88,17 +67,19 @@ def load_weights(
         with ExitStack() as opened:
             if isinstance(source, AbstractContextManager):
                 opened.enter_context(source)
-            parameters, stored = dict(model.parameters()), source.metadata()
+            parameters = dict(model.parameters())
+            unused: tuple[str, ...] = getattr(model, "unused", ())
+            whole = WholeWeights(source, getattr(model, "quantisation", None), unused)
+            stored = whole.metadata()
             shapes = {name: parameter.shape for name, parameter in parameters.items()}
             pieces = {name: pieces_of(name, info.shape, shapes) for name, info in stored.items()}
             found = contents(stored, pieces)
             if getattr(source, "partial", False):  # the other parameters keep their values
                 parameters = {name: parameter for name, parameter in parameters.items() if name in found}
-            verify(parameters, found, getattr(model, "unused", ()))
+            verify(parameters, found, unused)
             if before_write is not None:
                 before_write()
-            tensors = watched(source, len(pieces), progress)
-            weights = ((name, as_weight(tensor)) for name, tensor in tensors)
+            weights = watched(whole, len(pieces), progress)
             write(parameters, ((piece.name, piece.of(weight)) for name, weight in weights for piece in pieces[name]))
     except (ModelError, RankLost, OutOfMemory):
         raise
@@ -115,10 +96,6 @@ def contents(stored: Mapping[str, TensorInfo], pieces: Mapping[str, list[StoredP
                 raise BrokenCheckpoint(f"the checkpoint has tensor {piece.name} twice: alone, and in {name}")
             found[piece.name] = info if piece.name == name else info._replace(shape=piece.shape(info.shape))
     return found
-
-
-def as_weight(tensor: torch.Tensor | Weight) -> Weight:
-    return tensor if isinstance(tensor, Weight) else floating(tensor)
 
 
 def write(parameters: Mapping[str, WeightParameter], weights: Iterator[tuple[str, Weight]]) -> None:
@@ -191,14 +168,10 @@ def listed(names: set[str]) -> str:
     return f"tensor {first}" + (f" and {len(others)} more" if others else "")
 
 
-def type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def watched(source: WeightSource, total: int, progress: bool) -> Iterator[tuple[str, torch.Tensor | Weight]]:
-    """The tensors of `source`, with a progress bar on a terminal."""
+def watched(weights: WholeWeights, total: int, progress: bool) -> Iterator[tuple[str, Weight]]:
+    """The weights, with a progress bar on a terminal."""
     hidden = not (progress and sys.stderr.isatty())
-    return iter(tqdm(source, desc="loading weights", total=total, unit="tensor", disable=hidden, leave=False))
+    return iter(tqdm(weights, desc="loading weights", total=total, unit="tensor", disable=hidden, leave=False))
 
 
 class OpenFile:
@@ -284,8 +257,11 @@ class SafetensorsFiles:
         return {name: stored.info for name, stored in self._tensors().items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, stored in self._tensors().items():
-            yield name, stored.read(name)
+        for name in together(self._tensors()):
+            yield name, self.read(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors()[name].read(name)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.files[0].parent}, {len(self.files)} files>"
@@ -297,6 +273,14 @@ class SafetensorsFiles:
             refuse_checksums(self._opened, self.checksum)
             self._stored = stored
         return self._stored
+
+
+def together(names: Collection[str]) -> list[str]:
+    """The names in the order of the files, but those of one module together, because they may be parts of one weight."""
+    order: dict[str, int] = {}
+    for name in names:
+        order.setdefault(name.rpartition(".")[0], len(order))
+    return sorted(names, key=lambda name: order[name.rpartition(".")[0]])
 
 
 class SafetensorsFolder(SafetensorsFiles):

@@ -19,8 +19,8 @@ from headgate.device.weights.declared import DeclaredWeights
 from headgate.device.weights.file_stamps import Stamps, stamps
 from headgate.device.weights.gguf import StoredGGUF
 from headgate.device.weights.ipc import SharedWeights
-from headgate.device.weights.loading import SafetensorsFiles, WeightSource
-from headgate.device.weights.mxfp4 import Mxfp4Folder
+from headgate.device.weights.loading import SafetensorsFiles, SafetensorsFolder
+from headgate.device.weights.source import WeightSource
 from headgate.errors import SourceLost
 from headgate.protocol.command import BroadcastSource, FileSource, SharedMemorySource, Source, StagedSource, Tag
 
@@ -44,7 +44,7 @@ def open_files(path: Path, checksum: dict[str, str] | None = None) -> WeightSour
             return SafetensorsFiles([path], checksum)
         if path.is_file():
             return StoredGGUF(path, checksum)
-        return Mxfp4Folder(path, checksum)
+        return SafetensorsFolder(path, checksum)
     except OSError as error:
         raise SourceLost(f"{path} cannot be read: {error.strerror}") from error
 

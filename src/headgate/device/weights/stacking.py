@@ -9,11 +9,8 @@ expects one tensor per expert and matrix. `pieces_of` says which of those a stor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
-
-import torch
+from typing import NamedTuple
 
 from headgate.layers.formats import Weight
 
@@ -25,9 +22,6 @@ FUSED = {
 }
 
 
-Tensor = TypeVar("Tensor", torch.Tensor, Weight)
-
-
 class StoredPiece(NamedTuple):
     """The part of a stored tensor that is one tensor of the model."""
 
@@ -35,10 +29,8 @@ class StoredPiece(NamedTuple):
     expert: int | None  # index in the first dimension; None: the tensor is not stacked
     rows: slice
 
-    def of(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, Weight):
-            return replace(tensor, numbers=self.of(tensor.numbers))
-        return (tensor if self.expert is None else tensor[self.expert])[self.rows]
+    def of(self, weight: Weight) -> Weight:
+        return (weight if self.expert is None else weight.rows(self.expert)).rows(self.rows)
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         rows, *others = stored if self.expert is None else stored[1:]

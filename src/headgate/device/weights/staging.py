@@ -13,20 +13,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from headgate.device.weights.loading import (
+    CONVERTIBLE,
     DTYPES,
-    TensorInfo,
     harmless,
     refuse_dtype,
     refuse_shape,
     refuse_unexpected,
-    type_name,
 )
+from headgate.device.weights.source import TensorInfo, type_name
 from headgate.device.weights.stacking import pieces_of, stacked_names
 from headgate.errors import BrokenCheckpoint, OutOfMemory
+from headgate.layers.formats import floating, floating_numbers
+from headgate.models.quantisation import Quantisation
 from headgate.protocol.command import Collected, TensorSpec
 
 CPU = torch.device("cpu")
 MARGIN = 256 * 2**20  # bytes that staging leaves free
+MOST_PACKED = 2  # bytes of a number in a quantised weight, with its scales
 DTYPE_NAMES = {type_name(dtype): dtype for dtype in DTYPES.values()}
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -49,13 +52,21 @@ def info_of(spec: TensorSpec) -> TensorInfo:
 class StagedWeights:
     """A `WeightSource`. Only the thread of the step loop changes it, until it is loaded."""
 
-    def __init__(self, expected: Shapes, device: torch.device, room: Callable[[torch.device], int]) -> None:
+    def __init__(
+        self,
+        expected: Shapes,
+        device: torch.device,
+        room: Callable[[torch.device], int],
+        quantisation: Quantisation | None = None,
+    ) -> None:
         self._expected = expected
+        self._quantisation = quantisation
         self._device = device
         self._room = room
         self._place: torch.device | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()  # names as sent; a tensor may contain several of the model's
+        self._covered: set[str] = set()  # the model's names
         self._stacked = stacked_names(expected)
 
     def __repr__(self) -> str:
@@ -68,14 +79,22 @@ class StagedWeights:
         return name in self._arrived
 
     def wants(self, name: str) -> bool:
-        return name in self._expected or name.removesuffix(".weight") in self._stacked
+        weight = self._weight_of(name) or name
+        return weight in self._expected or weight.removesuffix(".weight") in self._stacked
+
+    def _weight_of(self, name: str, dtype: torch.dtype = torch.float32) -> str | None:
+        """The quantised weight that a tensor is a component of. Numbers may have the name of the weight itself."""
+        found = None if self._quantisation is None else self._quantisation.component_of(name, dtype)
+        return None if found is None else found[0]
 
     def verify(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise BrokenCheckpoint if the model has no place for one of `tensors`."""
         refuse_unexpected(each.name for each in tensors if not self.wants(each.name) and not harmless(each.name))
         for each in tensors:
-            if self.wants(each.name):
-                refuse_dtype(each.name, dtype_of(each.dtype))
+            # The components of a quantised weight may come one by one, and are verified together when they are loaded.
+            dtype = dtype_of(each.dtype)
+            if self.wants(each.name) and self._weight_of(each.name, dtype) is None:
+                refuse_dtype(each.name, dtype)
                 self._verify_pieces(each.name, each.shape)
 
     def _verify_pieces(self, name: str, shape: tuple[int, ...]) -> None:
@@ -87,7 +106,8 @@ class StagedWeights:
     def place(self, dtype: torch.dtype) -> torch.device:
         """Where parts are kept; decided for the whole model when its first part arrives."""
         if self._place is None:
-            needed = sum(map(math.prod, self._expected.values())) * dtype.itemsize * 1.05 + MARGIN
+            itemsize = dtype.itemsize if dtype in CONVERTIBLE else MOST_PACKED
+            needed = sum(map(math.prod, self._expected.values())) * itemsize * 1.05 + MARGIN
             places = [place for place in (self._device, CPU) if self._room(place) >= needed]
             if not places:
                 raise OutOfMemory(f"there is no room for a second copy of the weights ({int(needed) >> 20} MiB)")
@@ -97,11 +117,19 @@ class StagedWeights:
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
             self._arrived.add(name)
-            for piece in pieces_of(name, tuple(tensor.shape), self._expected):
-                self._tensors[piece.name] = tensor if piece.name == name else piece.of(tensor)
+            weight = self._weight_of(name, tensor.dtype)
+            pieces = pieces_of(weight or name, tuple(tensor.shape), self._expected)
+            self._covered.update(piece.name for piece in pieces)
+            if weight is not None:  # components are kept as sent until they are loaded
+                self._tensors[name] = tensor
+                continue
+            for piece in pieces:
+                self._tensors[piece.name] = (
+                    tensor if piece.name == name else floating_numbers(piece.of(floating(tensor)))
+                )
 
     def state(self) -> Collected:
-        missing = self._expected.keys() - self._tensors.keys()
+        missing = self._expected.keys() - self._covered
         return Collected(len(self._tensors), len(missing), min(missing, default=""), str(self._place or self._device))
 
     def metadata(self) -> Mapping[str, TensorInfo]:
@@ -109,3 +137,6 @@ class StagedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name]

@@ -25,8 +25,8 @@ import torch.distributed
 
 from headgate.device.memory import current, finish_copies
 from headgate.device.weights.broadcast import POLL_S, lost, nccl_group, own_address, takes_nccl
-from headgate.device.weights.loading import TensorInfo
 from headgate.device.weights.nccl import NcclBroadcasts
+from headgate.device.weights.source import TensorInfo
 from headgate.device.weights.staging import CPU, Tensors, info_of
 from headgate.errors import BrokenCheckpoint, SourceLost
 from headgate.pickled import Call, Name, NotPlain, read_pickle

@@ -14,10 +14,11 @@ import torch
 from headgate.device.memory import finish_copies, free_bytes
 from headgate.device.weights import ipc
 from headgate.device.weights.ipc import SharedWeights
-from headgate.device.weights.loading import WeightSource
+from headgate.device.weights.source import WeightSource
 from headgate.device.weights.staging import Shapes, StagedWeights, Tensors, info_of
 from headgate.device.weights.trainer_groups import DaemonWorker, JoinedGroup
 from headgate.errors import BrokenCheckpoint, RequestError
+from headgate.models.quantisation import Quantisation
 from headgate.protocol.command import (
     Collected,
     GroupPart,
@@ -35,8 +36,15 @@ Room = Callable[[torch.device], int]
 class WeightWires:
     """Owns the groups and the collected parts. All methods are called by the thread of the step loop."""
 
-    def __init__(self, expected: Shapes, device: torch.device, room: Room = free_bytes) -> None:
+    def __init__(
+        self,
+        expected: Shapes,
+        device: torch.device,
+        room: Room = free_bytes,
+        quantisation: Quantisation | None = None,
+    ) -> None:
         self._expected = expected
+        self._quantisation = quantisation
         self._device = device
         self._room = room
         self._groups: dict[str, JoinedGroup] = {}
@@ -101,7 +109,7 @@ class WeightWires:
         self.discard()
 
     def _empty(self) -> StagedWeights:
-        return StagedWeights(self._expected, self._device, self._room)
+        return StagedWeights(self._expected, self._device, self._room, self._quantisation)
 
     def _keeper(self, specs: tuple[TensorSpec, ...]) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor | None]:
         staged, fits = self._staged, True
