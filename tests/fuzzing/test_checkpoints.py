@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from headgate.config import EngineConfig
 from headgate.device.build import build_device, read_model_spec, refuse_oversized
 from headgate.device.weights.gguf import GGUFWeights
-from headgate.device.weights.loading import SafetensorsFiles
+from headgate.device.weights.loading import SafetensorsFiles, load_weights
+from headgate.device.weights.resources import open_files
 from headgate.errors import BrokenCheckpoint, HeadgateError, ModelError, OutOfMemory
 from headgate.model_store.gguf import hub_config, hub_tensors, read_gguf
+from headgate.models import build_model, read_spec
 from headgate.testing.tiny import tiny_config, tiny_model
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
+from tests.formats.encoders import CASES, write_quantised
 from tests.fuzzing.properties import bounded, damaged, fuzzed, replaced
 from tests.model_store.files import write_gguf
 
@@ -179,6 +182,40 @@ def test_positions_that_memory_cannot_hold_are_refused_before_the_tables_are_mad
     folder = tiny_folder(tmp_path, "llama", {"max_position_embeddings": 2**24})
     with pytest.raises(OutOfMemory, match="max_position_embeddings is 16777216"):
         refuse_oversized(read_model_spec(folder), folder, free=2**30)
+
+
+# --------------------------------------------------------------------------------------------------- quantised weights
+
+QUANTISED = ("fp8, blocks", "float-quantized, blocks", "int-quantized, groups", "awq, groups", "gptq, ordered zeros")
+
+
+@cache
+def quantised_files(case: str) -> tuple[dict[str, Any], bytes]:
+    """The config of a quantised model, and its weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = tiny_model(Path(folder, "plain"), tokenizer=False, hidden_size=128)
+        packed, _ = write_quantised(plain, Path(folder), CASES[case])
+        return json.loads((packed / "config.json").read_text()), (packed / "model.safetensors").read_bytes()
+
+
+@st.composite
+def quantised(draw: Any) -> tuple[str, Any]:
+    case = draw(st.sampled_from(QUANTISED))
+    stated = draw(replaced(CASES[case].config)) if draw(st.booleans()) else CASES[case].config
+    keys = st.sampled_from(("group_size", "bits", "weight_block_size", "num_bits"))
+    return case, stated | draw(st.dictionaries(keys, absurd, max_size=1)) if isinstance(stated, dict) else stated
+
+
+@fuzzed(quantised(), few=40)
+def test_any_quantisation_config_is_read_or_refused(drawn: tuple[str, Any]) -> None:
+    case, stated = drawn
+    config, weights = quantised_files(case)
+    with tempfile.TemporaryDirectory() as name, suppress(HeadgateError):
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+        (folder / "model.safetensors").write_bytes(weights)
+        with bounded():
+            load_weights(build_model(read_spec(folder), backend="torch"), open_files(folder))
 
 
 # --------------------------------------------------------------------------------------------------------------- GGUF
