@@ -38,8 +38,8 @@ from benchmarks.gpu import bench
 import headgate.device.tensor_parallel.parallelism as parallelism
 from headgate.collector import spare_the_collector
 from headgate.config import EngineConfig
-from headgate.device.weights.source import WeightSource
 from headgate.device.weights.resources import open_source
+from headgate.device.weights.source import WeightSource
 from headgate.engine.build import Engine, build_engine
 from headgate.models import read_spec
 from headgate.protocol.command import (
