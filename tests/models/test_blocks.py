@@ -12,10 +12,12 @@ from headgate.device.weights.gguf import GGUFWeights, StoredGGUF, keep_as_stored
 from headgate.device.weights.loading import load_weights
 from headgate.layers.choice import available_backends
 from headgate.layers.formats import GGUF_BLOCKS, Floating, GgufBlocks
+from headgate.layers.ranks import ALONE, Ranks
 from headgate.model_store.gguf import read_gguf
 from headgate.models import Network, build_model
 from tests.model_store.files import write_gguf
 from tests.models.pages import BLOCK_SIZE, Pages, chunked, prompt
+from tests.parallel.threads import run_ranks
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="needs the compiled kernels")
 
@@ -34,8 +36,8 @@ MIXED = {
 }
 
 
-def in_blocks(path: Path, dtype: torch.dtype = torch.float32) -> Network:
-    model = build_model(read_model_spec(path), dtype=dtype, backend="cpu")
+def in_blocks(path: Path, dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE) -> Network:
+    model = build_model(read_model_spec(path), dtype=dtype, backend="cpu", ranks=ranks)
     keep_as_stored(model, path)
     load_weights(model, StoredGGUF(path))
     return model
@@ -84,6 +86,25 @@ def test_every_part_of_a_model_may_have_another_format(tmp_path: Path, architect
     assert formats["model.layers.1.mlp.up_proj.weight"] == GgufBlocks("Q5_K")
     assert formats["lm_head.weight"] == GgufBlocks("Q6_K")
     torch.testing.assert_close(logits(model, TOKENS), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(("kind", "out"), [("Q4_1", GgufBlocks("Q4_1")), ("Q4_K", Floating(torch.float32))])
+def test_ranks_keep_blocks_that_they_need_not_divide(tmp_path: Path, kind: str, out: object):
+    """The columns of the output projection are divided: 128 columns are four blocks of 32, and half a block of 256."""
+    path = write_gguf(tmp_path / "model.gguf", kind=kind)
+
+    def work(ranks: Ranks) -> tuple[torch.Tensor, object, object]:
+        torch.set_num_threads(1)
+        model = in_blocks(path, ranks=ranks)
+        formats = {name: p.format for name, p in model.parameters()}
+        found = (formats[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qo")
+        return logits(model, TOKENS), *found  # type: ignore[return-value]
+
+    alone = logits(in_blocks(path), TOKENS)
+    for found in run_ranks(tmp_path, 2, work):
+        assert isinstance(found, tuple), found
+        assert found[1:] == (GgufBlocks(kind), out)
+        torch.testing.assert_close(found[0], alone, rtol=1e-3, atol=1e-3 * alone.abs().max().item())
 
 
 def test_matrices_take_the_bytes_of_the_file_and_little_more(tmp_path: Path):
