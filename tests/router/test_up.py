@@ -119,6 +119,13 @@ def test_flags_about_preempted_answers_reach_the_router_and_its_servers(monkeypa
     ]
 
 
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_servers_log_that_they_are_ready_at_every_level_of_the_fleet(level: str):
+    options = cli.parser().parse_args(["up", "--log-level", level])
+    arguments = served(options)
+    assert arguments[arguments.index("--log-level") + 1].lower() == ("debug" if level == "debug" else "info")
+
+
 @pytest.mark.parametrize(
     ("flags", "about"),
     [

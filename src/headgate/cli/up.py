@@ -320,7 +320,9 @@ def worker_keys(worker_key: str | None, admin_key: str | None) -> dict[str, str]
 
 def served(options: argparse.Namespace) -> list[str]:
     """Return the `headgate serve` flags that every server gets."""
-    arguments = ["--drain-timeout", str(options.drain_timeout), "--log-level", options.log_level]
+    # A server reports at level info that it is ready. This process drops what is below its own level.
+    level = options.log_level if options.log_level.lower() == "debug" else "info"
+    arguments = ["--drain-timeout", str(options.drain_timeout), "--log-level", level]
     arguments += ["--client-stall-timeout", str(options.client_stall_timeout)]
     for name in SERVED:
         if (value := getattr(options, name)) is not None:
