@@ -48,6 +48,7 @@ class EngineConfig:
     run_ahead: int | None = None  # steps queued on the device at once
     graphs: bool = True  # run decode steps as CUDA graphs, on CUDA devices
     prompt_graphs: bool = False  # other steps too: short prompts are answered sooner, but decoding is 2 to 5 % slower
+    routed_experts: bool = False  # keep the experts of all tokens beside their KV, so that requests can ask for them
     kv_transport: str = "auto"  # auto (within one GPU if both engines share it, else tcp), tcp or nixl
     kv_listen: str | None = "127.0.0.1:0"  # where other engines fetch KV; None: no KV transfer in either direction
     kv_peers: tuple[str, ...] = LOOPBACK  # networks that KV may be fetched from

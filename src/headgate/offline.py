@@ -22,17 +22,19 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import msgspec
+import numpy.typing as npt
 from tqdm import tqdm
 
 from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
 from headgate.engine.build import Engine, build_engine
+from headgate.engine.routed import RoutedTokens
 from headgate.errors import RequestError
 from headgate.model_store.find import find_model
 from headgate.protocol.command import Command, Denied, Result
 from headgate.protocol.message import Abort, CommandAnswer, CommandCall, StepOutputs, Submit
 from headgate.protocol.output import Cause, Ended, Outputs, Refused, Timings
-from headgate.protocol.plan import Logprobs
+from headgate.protocol.plan import Logprobs, RoutedExperts, RoutedShape
 from headgate.protocol.request import GenerateRequest
 from headgate.text.constraints import checked
 from headgate.text.detokenizer import Detokenizer
@@ -59,6 +61,7 @@ class Completion:
     cached_tokens: int = 0
     finish_reason: str | None = None
     cause: Cause | None = None
+    routed_experts: npt.NDArray[Any] | None = None  # [tokens with the prompt - 1, layers, top], if requested
     timings: Timings | None = None
 
 
@@ -199,6 +202,9 @@ class LLM:
         for id, scores in outputs.prompt_logprobs.items():
             if answer := self._mail.get(id):
                 answer.add_prompt_logprobs(scores)
+        for id, experts in outputs.routed.items():
+            if answer := self._mail.get(id):
+                answer.add_routed(experts)
         ends: list[Ended | Refused] = [*outputs.ended, *outputs.refused]
         for end in ends:
             if answer := self._mail.pop(end.id, None):
@@ -216,7 +222,8 @@ class LLM:
             checked(params.grammar)
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        return _PendingCompletion(tuple(ids), params, self.tokenizer, stop, tuple(generated))
+        routed = self.engine.info.routed
+        return _PendingCompletion(tuple(ids), params, self.tokenizer, stop, tuple(generated), routed)
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -234,6 +241,7 @@ class _PendingCompletion:
         tokenizer: Tokenizer | None,
         stop: Sequence[str],
         generated: tuple[int, ...],
+        routed: RoutedShape | None,
     ) -> None:
         # The first token of a prompt has no logprobs: nothing precedes it.
         unscored: list[Logprobs | None] = [None] * min(max(1, params.prompt_logprobs_start), len(prompt))
@@ -243,6 +251,8 @@ class _PendingCompletion:
         self._generated = generated
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt) if tokenizer else None
         self._stops = StopStrings(stop)
+        asked = routed is not None and params.return_routed_experts
+        self._routed = RoutedTokens(routed, params.routed_experts_prompt_start) if routed and asked else None
         self._taken = 0  # characters already streamed
         self._refused: Refused | None = None
         for token in generated:
@@ -295,6 +305,10 @@ class _PendingCompletion:
         assert self.completion.prompt_logprobs is not None
         self.completion.prompt_logprobs += scores
 
+    def add_routed(self, experts: Iterable[RoutedExperts]) -> None:
+        assert self._routed is not None
+        self._routed.add(experts)
+
     def end(self, end: Ended | Refused) -> None:
         if isinstance(end, Refused):
             self._refused = end
@@ -306,6 +320,10 @@ class _PendingCompletion:
         completion.finish_reason, completion.cause = end.finish_reason, end.cause
         if self.stopped:
             completion.finish_reason, completion.cause = "stop", "stop_string"
+        if self._routed is not None:
+            tokens = len(completion.prompt_token_ids) + len(completion.token_ids)
+            experts = self._routed.of_answer(tokens)
+            completion.routed_experts = None if experts is None else experts.array()
 
 
 @contextmanager

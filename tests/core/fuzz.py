@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
@@ -22,7 +23,7 @@ from headgate.core.scheduler import Flow, Scheduler
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import RequestError
 from headgate.protocol.output import Ended, Outputs
-from headgate.protocol.plan import Fetch, Logprobs, StepPlan, StepResult
+from headgate.protocol.plan import Fetch, Logprobs, RoutedExperts, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
 from headgate.testing.device import FakeDevice, expected_entries, expected_token, score
 
@@ -46,6 +47,8 @@ class Client:
     request: GenerateRequest
     tokens: list[int] = field(default_factory=list)
     scored: int = 0
+    routed: array[int] = field(default_factory=lambda: array("q"))
+    routed_versions: set[int] = field(default_factory=set)
     ended: Ended | None = None
     aborted: bool = False  # an abort was requested or a deadline passed, so an early end is allowed
     max_context: int = 0  # the longest sequence of its engine
@@ -91,6 +94,7 @@ class Client:
         if ended.finish_reason in ("stop", "length") and ended.timings.started_s is not None:
             wanted = range(0) if sampling.prompt_logprobs is None else self.positions
             assert self.scored == len(wanted), "each prompt position is scored exactly once"
+            self.check_routed([*request.prompt, *answer])
 
     def receive_scores(self, scores: tuple[Logprobs, ...], version: int) -> None:
         assert self.ended is None, "scores after the terminal output"
@@ -100,6 +104,23 @@ class Client:
             at = self.positions[self.scored]
             self.scored += 1
             assert not self.checkable or received == score(entries[at - 1], prompt[at]), "wrong score"
+
+    def receive_routed(self, reports: tuple[RoutedExperts, ...], version: int) -> None:
+        assert self.ended is None, "experts after the terminal output"
+        self.routed_versions.add(version)
+        for report in reports:
+            assert report.start <= len(self.routed), "the experts of some tokens are missing"
+            self.routed += array("q", report.ids)[len(self.routed) - report.start :]
+
+    def check_routed(self, tokens: list[int]) -> None:
+        """The fake device reports the KV of each token as its experts. The last token is never computed."""
+        if self.request.sampling.return_routed_experts:
+            uncomputed = 3 if self.request.sampling.grammar else 1  # the last slice may have sampled several tokens
+            assert len(self.routed) >= len(tokens) - uncomputed, "the experts of the last tokens are missing"
+            if self.checkable and len(self.routed_versions) == 1:
+                (version,) = self.routed_versions
+                routed = list(self.routed[: len(tokens) - 1])
+                assert routed == expected_entries(tokens[: len(routed)], version), "wrong experts"
 
     @property
     def positions(self) -> range:
@@ -125,6 +146,7 @@ class Engine:
             engine=name,
             generation=rng.randrange(100),
             reschedules=rng.random() < 0.2,
+            keeps_routed_experts=True,
         )
         self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), limits)
         self.device = FakeDevice(num_blocks, BLOCK_SIZE, limits.max_running, VOCAB_SIZE)
@@ -238,6 +260,8 @@ class Engine:
             self.clients[id].receive_token(token, outputs.version)
         for id, scores in outputs.prompt_logprobs.items():
             self.clients[id].receive_scores(scores, outputs.version)
+        for id, reports in outputs.routed.items():
+            self.clients[id].receive_routed(reports, outputs.version)
         for ended in outputs.ended:
             self.clients[ended.id].receive_end(ended)
         return tickets
@@ -348,6 +372,7 @@ class FuzzRun:
             prompt_logprobs_start=rng.choice([0, 0, 1, 9, len(prompt)]),
         )
         id = next(self.ids)
+        sampling = msgspec.structs.replace(sampling, return_routed_experts=id % 3 == 0)
         request = GenerateRequest(
             id,
             prompt,

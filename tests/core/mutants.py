@@ -372,6 +372,8 @@ MUTANTS = [
     ),
     scheduler("a position is scored once", "fresh = scores[max(0, seq.scored - first) :]", "fresh = scores"),
     scheduler("the terminal output comes once", "        del self.sequences[seq.id]\n", ""),
+    scheduler("no report of experts is lost", "(*self._outbox.routed.get(seq.id, ()), experts)", "(experts,)"),
+    admission("experts must be kept", " and not self._limits.keeps_routed_experts:", " and False:"),
     admission("a grammar needs a tokenizer", " and not self._limits.takes_grammars:", " and False:"),
     admission("a grammar means lockstep", "lockstep=sampling.grammar is not None,", "lockstep=False,"),
     scheduler(

@@ -577,6 +577,38 @@ def test_prompt_positions_are_scored_once_even_if_computed_twice():
     assert sum(len(outputs.prompt_logprobs.get(1, ())) for outputs in engine.outputs_taken) == 19
 
 
+def routed_of(engine: Engine, id: int) -> list[tuple[int, int]]:
+    """The first position of each report, and the number of its tokens."""
+    reports = [report for outputs in engine.outputs_taken for report in outputs.routed.get(id, ())]
+    return [(report.start, len(report.ids) // 8) for report in reports]
+
+
+def test_experts_of_cached_tokens_are_reported_with_the_first_slice():
+    engine = Engine(budget=8, keeps_routed_experts=True)
+    engine.add(1, prompt=prompt_of(1, 12), max_tokens=1)
+    engine.run()
+    asked = SamplingParams(max_tokens=3, return_routed_experts=True, ignore_eos=True)
+    engine.add(2, prompt=prompt_of(1, 20), sampling=asked)
+    engine.run()
+    assert routed_of(engine, 2) == [(0, 20), (20, 1), (21, 1)] and not routed_of(engine, 1)
+
+
+def test_reports_of_experts_add_up_until_the_outputs_are_taken():
+    engine = Engine(budget=8, keeps_routed_experts=True)
+    engine.add(1, prompt=20, sampling=SamplingParams(max_tokens=1, return_routed_experts=True))
+    for _ in range(3):
+        engine.launch()
+        engine.scheduler.commit(engine.device.land())
+    engine.collect()
+    assert routed_of(engine, 1) == [(0, 8), (8, 8), (16, 4)]
+
+
+def test_an_engine_that_keeps_no_experts_refuses_to_return_them():
+    with pytest.raises(RequestError, match="start it with --routed-experts") as refused:
+        Engine().add(1, sampling=SamplingParams(return_routed_experts=True))
+    assert refused.value.param == "return_routed_experts"
+
+
 def scores_of(engine: Engine, id: int) -> list[Logprobs]:
     return [score for outputs in engine.outputs_taken for score in outputs.prompt_logprobs.get(id, ())]
 

@@ -80,6 +80,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         help="default of requests: raw, scaled or processed (raw)",
     )
     add("--deterministic", action="store_true", help="bitwise identical answers whatever else is running")
+    add("--routed-experts", action="store_true", help="keep the experts of tokens, for return_routed_experts")
 
     add = command.add_argument_group("limits").add_argument
     add("--max-context", type=int, metavar="TOKENS", help="prompt and answer together (default: the model's)")
@@ -217,6 +218,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         dtype=options.dtype,
         fp8=options.fp8,
         deterministic=options.deterministic,
+        routed_experts=options.routed_experts,
         tensor_parallel=options.tensor_parallel,
         max_context=options.max_context,
         max_running=options.max_running,
@@ -291,6 +293,8 @@ def ready_block(ready: ServerReady) -> str:
         "listening": f"{ready.url} (API description: {ready.url}/openapi.json)",
         "dashboard": f"{ready.url}/dashboard",
     }
+    if info.routed is not None:
+        lines["KV cache"] += f", and {info.routed.token_bytes} bytes per token for its experts"
     table = "\n".join(f"  {name:<10} {value}" for name, value in lines.items())
     return f"\nHeadgate {__version__} is ready.\n\n{table}\n\nTry it:\n\n  {curl(ready)}\n"
 

@@ -22,6 +22,7 @@ class BaseChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET  # the same under vLLM's name
     generated_token_ids: list[int] | UnsetType = UNSET  # all tokens of a choice that another server must continue
     weight_versions: list[VersionSpan] | UnsetType = UNSET
+    routed_experts: str | UnsetType | None = UNSET  # as in vLLM, with the finish reason; on request
     error: Problem | UnsetType = UNSET  # why the choice was cut short, if the client requested strict values
 
 

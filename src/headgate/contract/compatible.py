@@ -51,7 +51,6 @@ REASONING = "reasoning stays in the text"
 PLACEMENT = "routers place requests"
 LOGGING = "concerns logs and metrics only"
 MEDIA = "models read text only"
-EXPERTS = "models are dense"
 WEIGHTS = "there are no adapters"
 KV = "KV is transferred with `kv_ticket`"
 CONSTRAINT = "use `response_format` or `structured_outputs` (SGLang: `json_schema`)"
@@ -69,9 +68,6 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("require_reasoning", ("sglang",), REASONING, (False,)),
     # What is returned.
     *_fields("return_hidden_states", (*CHOICES, "sglang"), OUTPUT, (False,)),
-    *_fields("return_routed_experts", (*CHOICES, "sglang", "vllm"), EXPERTS, (False,)),
-    *_fields("routed_experts_prompt_start", (*CHOICES, "vllm"), EXPERTS, None),
-    *_fields("routed_experts_start_len", ("sglang",), EXPERTS, None),
     *_fields(
         "return_bytes return_indexer_topk return_entropy return_prompt_token_ids", ("sglang",), OUTPUT, (False,)
     ),
@@ -130,7 +126,6 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("skip_clone output_text_buffer_length", ("vllm",), "internal to vLLM", None, "sampling_params"),
     *_fields("flat_logprobs stream_interval", ("vllm",), "internal to vLLM", None, "sampling_params"),
     *_fields("skip_reading_prefix_cache", ("vllm",), "changes no token", None, "sampling_params"),
-    *_fields("routed_experts_prompt_start", ("vllm",), EXPERTS, None, "sampling_params"),
     *_fields("extra_args", ("vllm",), "arguments of extensions", ({},), "sampling_params"),
     *_fields("truncate_prompt_tokens", ("vllm",), CUT, (), "sampling_params"),
     *_fields("use_beam_search early_stopping", ("vllm",), TOKENS, (False,), "sampling_params"),

@@ -230,6 +230,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         ),
     ] = 0
 
+    return_routed_experts: Annotated[
+        bool,
+        SamplingParameter(
+            summary="Whether to return the experts that the model's routers chose for each token, for routing replay. "
+            "The server must be started with `--routed-experts`. vLLM and SGLang "
+            "have it in the body.",
+            apis=("chat", "completions"),
+        ),
+    ] = False
+    routed_experts_prompt_start: Annotated[
+        int,
+        SamplingParameter(
+            summary="The position of the first token whose experts are returned; a multi-turn client has those of the "
+            "tokens before it. SGLang has `routed_experts_start_len` in the body.",
+            json=Size,
+            rules=(Range(0, 2**31 - 1, "at least 0, in 31 bits"),),
+            apis=("chat", "completions", "vllm"),
+        ),
+    ] = 0
+
     def __post_init__(self) -> None:
         check(astuple(self), _CHECKS)
         if self.min_tokens:

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 from headgate.contract.compatible import takes_compatible
 from headgate.contract.control import Label, TrainerGroup
 from headgate.contract.fleet import Joining, Role
-from headgate.contract.sampling import MostLogprobs
+from headgate.contract.sampling import MostLogprobs, Size
 from headgate.contract.schema import Name, ResumeState
 from headgate.errors import RequestError
 from headgate.protocol.command import Backend, PauseMode
@@ -67,6 +67,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprob_start_len: Annotated[int, Meta(ge=-1, le=2**31 - 2)] | None = None  # -1: no prompt token is scored
     top_logprobs_num: MostLogprobs | None = None
     return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Size | None = None  # the first token whose experts are returned
     priority: int | None = None
     resume: ResumeState | None = None  # our extension, as in every generation body
 

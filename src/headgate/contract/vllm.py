@@ -208,5 +208,6 @@ class TokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None  # also the ids of the prompt
     priority: int | None = None
     cache_salt: str | None = None
+    return_routed_experts: bool | None = None  # our extension; None: if the server keeps them
     kv_transfer_params: KvTransferParams | None = None
     resume: ResumeState | None = None  # our extension, as in every generation body

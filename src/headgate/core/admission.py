@@ -77,6 +77,13 @@ class AdmissionChecks:
                 "this model has no tokenizer, so an answer cannot follow a grammar; ask for plain text",
                 param="response_format",
             )
+        if request.sampling.return_routed_experts and not self._limits.keeps_routed_experts:
+            raise RequestError(
+                "this engine does not keep the experts of tokens; start it with --routed-experts (the model must have "
+                "experts), or leave return_routed_experts out",
+                param="return_routed_experts",
+                code="unsupported_parameter",
+            )
         prompt_len, max_tokens, most = len(request.prompt), request.sampling.max_tokens, self.max_context
         if prompt_len >= most and max_tokens != 0:
             raise ContextTooLong(

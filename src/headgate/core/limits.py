@@ -15,6 +15,7 @@ class SchedulerLimits:
     exports: bool = True  # other engines can fetch KV from this one
     adapters: frozenset[str] = frozenset()  # adapters that are loaded beside the base model
     takes_grammars: bool = True  # the device can constrain an answer to a grammar
+    keeps_routed_experts: bool = False  # the device keeps the experts of all tokens
     patience_s: float = 60.0  # a request without a deadline is queued as if it were due after this time
     lease_s: float = 30.0  # how long KV is kept for an engine that does not renew its lease
     export_wait_s: float = 30.0  # how long a request to export KV may wait for a row and blocks

@@ -212,7 +212,7 @@ class Scheduler:
         if self._fetches.touched:
             self._fetches.step_landed(plan.step)
         tokens, logprobs, lost = result.tokens, result.logprobs, result.lost
-        lengths, last = iter(result.lengths or repeat(1)), 0
+        lengths, last, routed = iter(result.lengths or repeat(1)), 0, result.routed
         for i, (seq, samples) in enumerate(zip(sequences, plan.samples, strict=True)):
             first = last
             if samples:
@@ -225,6 +225,8 @@ class Scheduler:
                 continue
             if scores := result.prompt_logprobs.get(i):
                 self._report_scores(seq, plan.starts[i], scores)
+            if routed and (experts := routed.get(i)):
+                self._outbox.routed[seq.id] = (*self._outbox.routed.get(seq.id, ()), experts)
             if seq.lease is not None:
                 # Steps land in order, so the blocks that this sequence found in the cache are written too.
                 self.leases.fill(seq.lease, (plan.starts[i] + plan.counts[i]) // self.pool.block_size)

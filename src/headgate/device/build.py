@@ -16,6 +16,7 @@ from headgate.config import EngineConfig
 from headgate.device.executor import Executor
 from headgate.device.kv_blocks import block_memory, fingerprint
 from headgate.device.memory import GIB, current, free_bytes
+from headgate.device.routed import RoutedReader, new_record, routed_shape
 from headgate.device.rows import Rows
 from headgate.device.runner import ModelRunner
 from headgate.device.sampling.draw import draw, fastest_draw
@@ -28,11 +29,12 @@ from headgate.device.weights.loading import Loadable, load_weights
 from headgate.device.weights.resources import ModelResources, Open, Origin, open_source, origin_of
 from headgate.device.weights.source import WeightSource
 from headgate.device.weights.wires import WeightWires
-from headgate.errors import BrokenCheckpoint, ModelError, OutOfMemory, RequestError
+from headgate.errors import BrokenCheckpoint, ModelError, OutOfMemory, RequestError, UnsupportedModel
 from headgate.layers.backend import KV, Fp8
 from headgate.model_store.gguf import hub_config, read_gguf
 from headgate.models import Config, ModelSpec, Network, build_model, read_spec, refuse_uneven, spec_of
 from headgate.protocol.command import FileSource, Source, StagedSource
+from headgate.protocol.plan import RoutedShape
 from headgate.text.tokenizer import load_tokenizer
 from headgate.transfer.transport import BlockMemory
 
@@ -67,6 +69,7 @@ class Device:
     max_batch_tokens: int
     run_ahead: int
     takes_grammars: bool
+    routed: RoutedShape | None  # None: it does not keep the experts of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ def build_device(path: Path, config: EngineConfig, wanted: WantedWeights | None 
     spec = read_model_spec(path)
     refuse_oversized(spec, path, free_bytes(torch.device("cpu")))
     refuse_uneven(spec, config.tensor_parallel)
+    if config.routed_experts and routed_shape(spec) is None:
+        raise UnsupportedModel("the model has no experts; leave --routed-experts out")
     with ExitStack() as undo:
         parallelism = start_ranks(path, config, wanted)
         undo.callback(parallelism.close)
@@ -117,7 +122,12 @@ def build_rank_zero(
         ),
         wires=wires,
         followers=parallelism.followers,
-        blocks=block_memory(runner.kv, model.backend, kv_name(path, model.spec)),
+        blocks=block_memory(
+            runner.kv,
+            model.backend,
+            kv_name(path, model.spec),
+            None if runner.routed is None else runner.routed.record,
+        ),
         version=loaded.version,
         spec=spec,
         device=str(parallelism.device),
@@ -128,6 +138,7 @@ def build_rank_zero(
         max_batch_tokens=max_batch_tokens,
         run_ahead=config.run_ahead or (GPU_RUN_AHEAD if on_gpu else CPU_RUN_AHEAD),
         takes_grammars=grammars.result() is not None,
+        routed=routed_shape(spec) if config.routed_experts else None,
     )
 
 
@@ -193,6 +204,8 @@ def build_runner(
         device=parallelism.device,
     )
     kv = model.allocate_kv(sizes.num_blocks, config.block_size)
+    # All ranks route all tokens, so one keeps the result. Graphs are captured with it.
+    routed = keep_routed(model, rows, sizes) if config.routed_experts and parallelism.ranks.rank == 0 else None
     # A graph draws tokens itself; with several ranks, rank 0 draws for all.
     captured = config.graphs and parallelism.ranks.size == 1 and model.backend.name.startswith("triton")
     return ModelRunner(
@@ -203,7 +216,16 @@ def build_runner(
         draw=parallelism.draw_with(draw if config.backend == "torch" else fastest_draw(parallelism.device)),
         grammars=grammars,
         graphs=capture_graphs(model, kv, rows, sizes.max_batch_tokens, config.prompt_graphs) if captured else None,
+        routed=routed,
     )
+
+
+def keep_routed(model: Network, rows: Rows, sizes: KvSizes) -> RoutedReader:
+    shape = routed_shape(model.spec)
+    assert shape is not None
+    record = new_record(shape, sizes.num_blocks, rows.block_size, rows.tokens.device)
+    model.record_experts(record)
+    return RoutedReader(record, rows)
 
 
 def capture_graphs(model: Network, kv: list[KV], rows: Rows, max_tokens: int, prompts: bool) -> StepGraphs:
@@ -292,6 +314,8 @@ def size_kv(model: Network, free: int, config: EngineConfig) -> tuple[int, int]:
         raise RequestError(f"max_context is {wanted}; this model takes at most {most} tokens")
     usable = int(free * config.memory_fraction)
     block_bytes = model.kv_bytes_per_block(config.block_size)
+    if config.routed_experts and (shape := routed_shape(model.spec)):
+        block_bytes += shape.token_bytes * config.block_size
     enough = -(-wanted // config.block_size) * config.max_running
     num_blocks = config.kv_blocks or min(usable // block_bytes, enough)
     if num_blocks * block_bytes > free:

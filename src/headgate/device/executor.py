@@ -159,7 +159,9 @@ class LocalExecutor:
         runner.forget_graphs()
         for tag in set(tags) - self._asleep.keys():
             weights = (parameter.tensor for _, parameter in runner.model.parameters())
-            caches = (cache for layer in runner.kv for cache in layer)
+            caches = [cache for layer in runner.kv for cache in layer]
+            if runner.routed is not None:
+                caches.append(runner.routed.record.ids)
             self._asleep[tag] = Sleeper(weights if tag == "weights" else caches)
             self._asleep[tag].give_back()
 

@@ -16,6 +16,7 @@ import torch
 
 from headgate.device.same_gpu import same_gpu_cache
 from headgate.layers.backend import KV, Backend
+from headgate.layers.expert_record import ExpertRecord
 from headgate.transfer.transport import BlockMemory, Portion, SameGpuMemory, Words
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
@@ -23,10 +24,13 @@ SMALL_BYTES = 32 * 2**10  # pieces below this size: the fixed cost per piece exc
 PORTION_BYTES = 512 * 2**10  # small enough to stay in a core's cache while it is processed
 
 
-def block_memory(kv: list[KV], backend: Backend, model: str) -> BlockMemory:
-    """The cache of all layers. `model` distinguishes checkpoints whose caches have the same shape."""
+def block_memory(kv: list[KV], backend: Backend, model: str, record: ExpertRecord | None = None) -> BlockMemory:
+    """The cache of all layers, and `record`. `model` distinguishes checkpoints whose caches have the same shape."""
     layout = layout_name(kv, backend, model)
     tensors = [cache for layer in kv for cache in layer]
+    if record is not None:
+        layout += f", experts {record.ids.dtype} {list(record.ids.shape[1:])}"
+        tensors.append(record.ids)
     return HostBlocks(tensors, layout) if backend.device.type == "cpu" else DeviceBlocks(tensors, layout)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from headgate.device.inputs import Inputs, Layout
+from headgate.device.routed import RoutedReader, StepExperts
 from headgate.device.rows import Ints, Records, Rows, to_device
 from headgate.device.sampling.draw import Draw, draw
 from headgate.device.sampling.grammar import Grammars
@@ -44,6 +45,7 @@ class Launched:
     prompt_logprobs: dict[int, tuple[Logprobs, ...]] = field(default_factory=dict)
     # takes the sampled tokens and returns the indices that must not be used
     find_rejected: Callable[[list[int]], tuple[int, ...]] = accept_all
+    routed: StepExperts | None = None  # on the host
     landed: torch.cuda.Event | None = None  # set once `tokens` have arrived
 
     def result(self) -> StepResult:
@@ -51,7 +53,9 @@ class Launched:
             self.landed.synchronize()
         tokens = self.tokens.tolist()
         logprobs = dict(entry for scored in self.scored for entry in scored.read())
-        return StepResult(self.step, tokens, logprobs, self.prompt_logprobs, self.find_rejected(tokens))
+        routed = {} if self.routed is None else self.routed.read()
+        lost = self.find_rejected(tokens)
+        return StepResult(self.step, tokens, logprobs, self.prompt_logprobs, lost, routed=routed)
 
 
 class ModelRunner:
@@ -65,12 +69,14 @@ class ModelRunner:
         draw: Draw = draw,
         grammars: Grammars | None = None,
         graphs: StepGraphs | None = None,
+        routed: RoutedReader | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.rows = rows
         self._grammars = grammars
         self._graphs = graphs
+        self.routed = routed
         self._inputs = Inputs(rows, max_tokens=max_tokens)
         self._sampler = Sampler(rows, draw, grammars)
 
@@ -99,7 +105,7 @@ class ModelRunner:
         prompt_logprobs = self._score_prompts(layout, hidden)
         tokens, scored = self._sample(layout, hidden)
         sampled = layout.rows[layout.sampling]
-        return self._launched(plan.step, sampled, tokens, scored, prompt_logprobs)
+        return self._launched(plan, sampled, tokens, scored, prompt_logprobs)
 
     def _replayed(self, plan: StepPlan, done: Captured) -> Launched:
         """Complete a replayed step with the changes to logits that a graph does not support."""
@@ -112,25 +118,27 @@ class ModelRunner:
         else:
             tokens = picked(done.tokens, sampling, among)
             scored = drawn(records, picked(done.logprobs, sampling, among))
-        return self._launched(plan.step, rows, tokens, scored, {})
+        return self._launched(plan, rows, tokens, scored, {})
 
     def _launched(
         self,
-        step: int,
+        plan: StepPlan,
         rows: Ints,
         tokens: torch.Tensor,
         scored: list[Scored],
         prompt_logprobs: dict[int, tuple[Logprobs, ...]],
     ) -> Launched:
         find_rejected = accept_all if self._grammars is None else partial(self._grammars.advance, rows)
+        routed = None if self.routed is None else self.routed.report(plan)
         landed = None
         if self.rows.tokens.is_cuda:
             # The waiting thread must not spin, which would slow down the launching thread.
             landed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             tokens = tokens.to("cpu", non_blocking=True)
             scored = [each.to_host() for each in scored]
+            routed = None if routed is None else routed.to_host()
             landed.record()
-        return Launched(step, tokens, scored, prompt_logprobs, find_rejected, landed)
+        return Launched(plan.step, tokens, scored, prompt_logprobs, find_rejected, routed, landed)
 
     def _sample(self, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, list[Scored]]:
         """Sample a token for each slice that samples. Returns the tokens and the requested log-probabilities."""

@@ -83,6 +83,7 @@ def _scheduler_limits(config: EngineConfig, device: Device, transport: Transport
         vocab_size=device.spec.vocab,
         eos_token_ids=device.spec.eos_ids,
         takes_grammars=device.takes_grammars,
+        keeps_routed_experts=device.routed is not None,
         lease_s=config.lease_s,
         export_wait_s=config.export_wait_s,
         reschedules=config.on_preempt == "reschedule",
@@ -105,6 +106,7 @@ def _engine_info(config: EngineConfig, device: Device, scheduler: Scheduler) -> 
         dtype=device.dtype,
         ranks=config.tensor_parallel,
         transfers_kv=scheduler.limits.exports,
+        routed=device.routed,
     )
 
 

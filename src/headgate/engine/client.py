@@ -39,7 +39,7 @@ from headgate.protocol.message import (
     Welcome,
 )
 from headgate.protocol.output import Cause, Ended, Outputs, Refused
-from headgate.protocol.plan import Logprobs
+from headgate.protocol.plan import Logprobs, RoutedExperts
 from headgate.protocol.request import GenerateRequest, Ticket
 from headgate.turns import Turns
 
@@ -60,6 +60,7 @@ class Chunk:
     logprobs: list[Logprobs] = field(default_factory=list)  # one per token, if requested
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     ticket: Ticket | None = None  # names the KV of the prompt, if it is exported
+    routed: list[RoutedExperts] = field(default_factory=list)  # if requested; positions may repeat
     ended: Ended | None = None
 
 
@@ -111,6 +112,9 @@ class TokenStream:
     def add_scores(self, scores: tuple[Logprobs, ...]) -> None:
         self._chunk.prompt_logprobs += scores
         self._wake()
+
+    def add_routed(self, experts: tuple[RoutedExperts, ...]) -> None:
+        self._chunk.routed += experts  # no reason to wake the reader, who needs them at the end
 
     def add_ticket(self, ticket: Ticket) -> None:
         self._chunk.ticket = ticket
@@ -373,6 +377,9 @@ class EngineClient:
         for id, scores in outputs.prompt_logprobs.items():
             if stream := streams.get(id):
                 stream.add_scores(scores)
+        for id, experts in outputs.routed.items():
+            if stream := streams.get(id):
+                stream.add_routed(experts)
         for id, ticket in outputs.tickets.items():
             if stream := streams.get(id):
                 stream.add_ticket(ticket)

@@ -24,6 +24,7 @@ def _ids(outputs: Outputs) -> Iterator[int]:
     yield from (ended.id for ended in outputs.ended)
     yield from (refused.id for refused in outputs.refused)
     yield from outputs.tickets
+    yield from outputs.routed
 
 
 def _share(outputs: Outputs, client: int) -> Outputs:
@@ -37,4 +38,5 @@ def _share(outputs: Outputs, client: int) -> Outputs:
         ended=[ended for ended in outputs.ended if client_of(ended.id) == client],
         refused=[refused for refused in outputs.refused if client_of(refused.id) == client],
         tickets={id: ticket for id, ticket in outputs.tickets.items() if client_of(id) == client},
+        routed={id: experts for id, experts in outputs.routed.items() if client_of(id) == client},
     )

@@ -17,6 +17,7 @@ import torch
 
 from headgate.layers.backend import KV, Backend, Rotary, Softmax
 from headgate.layers.batch import Batch
+from headgate.layers.expert_record import ExpertRecord
 from headgate.layers.linear import Embedding, Linear, SummedLinear, Unembedding, cut
 from headgate.layers.norm import Norm
 from headgate.layers.parameter import Layer, WeightParameter, copied_to, rearranged, under
@@ -173,6 +174,14 @@ class Decoder:
         tables = {rope: tables_of(rope, spec, backend) for rope in spec.ropes}
         self.layers = [build_layer(spec, layer, backend, tables[spec.rope_of(layer)], ranks) for layer in spec.layers]
         self.norm = norm_of(spec, backend, spec.hidden)
+        self.record: ExpertRecord | None = None
+
+    def record_experts(self, record: ExpertRecord) -> None:
+        """Write the experts of every token to `record`, from the next step on."""
+        self.record = record
+        for layer in self.layers:
+            if isinstance(layer, DecoderLayer) and isinstance(layer.mlp, Mixture):
+                layer.mlp.record = record
 
     def __call__(self, batch: Batch, kv: list[KV]) -> torch.Tensor:
         """Return the hidden states of all tokens, normed and ready for `logits`."""
@@ -182,6 +191,8 @@ class Decoder:
         residual = torch.zeros_like(hidden)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             hidden = layer(hidden, residual, batch, layer_kv)
+        if self.record is not None:
+            self.record.write(batch.slots)
         return self.norm(hidden, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

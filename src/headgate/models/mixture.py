@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from headgate.layers.backend import Backend, ExpertMatrices
+from headgate.layers.expert_record import ExpertRecord
 from headgate.layers.formats import Weight, floating, floating_numbers
 from headgate.layers.linear import Linear
 from headgate.layers.parameter import WeightParameter, tensor_parameter, under
@@ -35,12 +36,15 @@ class Mixture:
         self.shared = MLP(hidden, Dense(experts.shared), backend, ranks) if experts.shared else None
         self.shared_gate = Linear(backend, backend.matrix(1, hidden), {"": 1}) if experts.shared_gate else None
         self.names = experts.names
+        self.record: ExpertRecord | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.backend.logits(hidden, self.router)
         if self.router_bias is not None:
             logits += self.router_bias
         routed = self.backend.route(logits, self.routing, self.correction_bias)
+        if self.record is not None:
+            self.record.note(routed.ids)
         out = self.backend.experts(hidden, self.experts.gate_up, self.experts.down, routed, self.gate)
         out = self.ranks.sum(out)
         return out if self.shared is None else out.add_(self._shared(self.shared, hidden))

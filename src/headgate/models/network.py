@@ -9,6 +9,7 @@ import torch
 
 from headgate.layers.backend import KV, Backend
 from headgate.layers.batch import Batch
+from headgate.layers.expert_record import ExpertRecord
 from headgate.layers.parameter import WeightParameter
 from headgate.models.spec import ModelSpec
 
@@ -37,6 +38,9 @@ class Network(Model, Protocol):
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
         """Allocate the cache of each layer, in the backend's layout."""
+
+    def record_experts(self, record: ExpertRecord) -> None:
+        """Write the experts of every token to `record`, from the next step on."""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes per block of all layers together."""

@@ -10,6 +10,7 @@ import msgspec
 
 from headgate.protocol.command import Command, PauseMode, Result, State, Tag
 from headgate.protocol.output import Cause, Outputs
+from headgate.protocol.plan import RoutedShape
 from headgate.protocol.request import GenerateRequest
 
 PROTOCOL = 2
@@ -76,6 +77,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     ranks: int = 1  # processes that compute the model together
     transfers_kv: bool = True  # it can fetch KV from other engines, and they from it
+    routed: RoutedShape | None = None  # how it reports the experts of tokens; None: it does not keep them
 
 
 class TransferCounts(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from headgate.protocol.plan import Logprobs
+from headgate.protocol.plan import Logprobs, RoutedExperts
 from headgate.protocol.request import Ticket
 
 FinishReason = Literal["stop", "length", "abort", "pd_reschedule"]
@@ -74,10 +74,11 @@ class Outputs(msgspec.Struct, array_like=True):
     ended: list[Ended] = []
     refused: list[Refused] = []
     tickets: dict[int, Ticket] = {}  # by request id, as soon as other engines may fetch the KV
+    routed: dict[int, tuple[RoutedExperts, ...]] = {}  # by request id; positions may repeat, and none is left out
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.tokens):
             raise ValueError("each token has one id")
 
     def __bool__(self) -> bool:
-        return bool(self.ids or self.ended or self.prompt_logprobs or self.refused or self.tickets)
+        return bool(self.ids or self.ended or self.prompt_logprobs or self.refused or self.tickets or self.routed)

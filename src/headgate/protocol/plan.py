@@ -57,6 +57,29 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0  # of the token itself, 1 for the most likely one; set for tokens of a prompt
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """The experts that the model's routers chose for consecutive tokens of a sequence, from position `start` on.
+
+    `ids` are [tokens, layers with experts, top], in the order of the choice; see `RoutedShape`.
+    """
+
+    start: int
+    ids: bytes
+
+
+class RoutedShape(msgspec.Struct, frozen=True, array_like=True):
+    """How an engine reports the experts of a token."""
+
+    layers: int  # of the model
+    places: tuple[int, ...]  # which of them have experts
+    top: int  # experts per token
+    size: int  # bytes per id: 1 (unsigned) or 2 (signed)
+
+    @property
+    def token_bytes(self) -> int:
+        return len(self.places) * self.top * self.size
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of one plan. `tokens` has the tokens of the slices that sample, in plan order.
 
@@ -72,3 +95,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     ] = {}  # by slice: of its requested ones among prompt tokens starts+1 ... starts+counts
     lost: tuple[int, ...] = ()  # indices into `tokens` of invalid tokens: the row's grammar could not be followed
     lengths: list[int] = []  # number of tokens per slice that samples; empty: one each
+    routed: dict[
+        int, RoutedExperts
+    ] = {}  # by slice, if the sequence requested them: of tokens up to the slice's last

@@ -10,11 +10,12 @@ real device.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 
-from headgate.protocol.plan import Logprobs, StepPlan, StepResult
+from headgate.protocol.plan import Logprobs, RoutedExperts, StepPlan, StepResult
 
 Entry = int
 
@@ -54,6 +55,7 @@ class FakeDevice:
         self._tokens: list[list[int]] = [[] for _ in range(max_rows)]
         self._tables: list[list[int]] = [[] for _ in range(max_rows)]
         self._scored: list[range] = [range(0)] * max_rows  # by row: prompt positions to be scored
+        self._routed: dict[int, int] = {}  # by row: the first position whose experts are to be reported
         self._queue: deque[StepPlan] = deque()
 
     def __len__(self) -> int:
@@ -71,12 +73,16 @@ class FakeDevice:
             self._tables[join.row] = list(join.blocks)
             scored = range(join.sampling.prompt_logprobs_start, join.prompt_len)
             self._scored[join.row] = range(0) if join.sampling.prompt_logprobs is None else scored
+            self._routed.pop(join.row, None)
+            if join.sampling.return_routed_experts:
+                self._routed[join.row] = join.sampling.routed_experts_prompt_start
         for row, blocks in plan.grown:
             self._tables[row] += blocks
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             self._write(row, start, count)
         tokens = self._sample(plan, iter(lengths or repeat(1)))
-        return StepResult(plan.step, tokens, {}, self._score(plan), lengths=list(lengths))
+        routed = self._report_routed(plan) if self._routed else {}
+        return StepResult(plan.step, tokens, {}, self._score(plan), lengths=list(lengths), routed=routed)
 
     def forget(self) -> None:
         """Lose all KV."""
@@ -127,3 +133,13 @@ class FakeDevice:
                 entries, tokens = self.read(row, stop - 1), self._tokens[row]
                 scores[i] = tuple(score(entries[p - 1], tokens[p]) for p in range(first, stop))
         return scores
+
+    def _report_routed(self, plan: StepPlan) -> dict[int, RoutedExperts]:
+        """As a real device does, with the KV of each token in the place of its experts."""
+        routed = {}
+        for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+            first, end = self._routed.get(row), start + count
+            if first is not None and first < end:
+                routed[i] = RoutedExperts(first, array("q", self.read(row, end)[first:]).tobytes())
+                self._routed[row] = end
+        return routed

@@ -92,6 +92,7 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     input_token_logprobs: list[Scored] | UnsetType = UNSET
     output_top_logprobs: list[list[Scored]] | UnsetType = UNSET
     input_top_logprobs: list[list[Scored] | None] | UnsetType = UNSET  # None for the first
+    routed_experts: str | UnsetType = UNSET  # of a complete answer
 
 
 class Generated(msgspec.Struct, kw_only=True):
@@ -199,6 +200,8 @@ async def _sampling(
         # The token at `start` itself is listed without a value.
         prompt_logprobs_start=0 if start is None else start + 1,
         grammar=grammar,
+        return_routed_experts=bool(asked.return_routed_experts),
+        routed_experts_prompt_start=asked.routed_experts_start_len or 0,
     )
 
 
@@ -259,6 +262,8 @@ class SglangFormat:
             weight_versions=self._spans(piece.versions),
             e2e_latency=round(time.perf_counter() - self._began_s, 6),
         )
+        if piece.routed is not None:
+            meta.routed_experts = piece.routed.int32()
         if self._asked.return_logprob:
             self._add_scores(meta, job, piece)
         return Generated(text=piece.text, output_ids=piece.tokens, meta_info=meta)

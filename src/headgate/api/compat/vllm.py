@@ -113,6 +113,7 @@ class TokensChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     cause: str | UnsetType = UNSET
+    routed_experts: str | UnsetType | None = UNSET  # with the finish reason
 
 
 class TokensResponse(msgspec.Struct, kw_only=True):
@@ -158,6 +159,9 @@ async def _prepare(
     api: Api, asked: TokensRequest, body: CompletionRequest, text: TextParams, context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
     given = sampling_given(body, "completions")
+    # vLLM has no field for this: a server that keeps experts returns them with every answer.
+    keeps, wanted = api.engines.info.routed is not None, asked.return_routed_experts
+    given["return_routed_experts"] = keeps if wanted is None else wanted
     grammar = await answer_grammar(api, body, context.share)
     sampling = sampling_params(given, prompt_logprobs=asked_prompt_logprobs(given, body), grammar=grammar)
     assert isinstance(body.prompt, list)
@@ -228,7 +232,14 @@ class VllmTokensFormat:
             finish_reason=piece.finish.reason if piece.finish else None,
             logprobs=chat_logprobs(self._api.tokenizer, piece.tokens, piece.logprobs) if scored else None,
             cause=piece.finish.cause if piece.finish else UNSET,
+            routed_experts=_experts(job, piece),
         )
+
+
+def _experts(job: ChoiceJob, piece: Piece) -> str | UnsetType | None:
+    if piece.finish is None or not job.request.sampling.return_routed_experts:
+        return UNSET
+    return None if piece.routed is None else piece.routed.npy()
 
 
 def _event(chunk: TokensResponse) -> bytes:

@@ -23,9 +23,10 @@ from headgate.api.state import Api
 from headgate.contract.journal import is_movable
 from headgate.edge.sse import innermost
 from headgate.engine.client import Chunk
+from headgate.engine.routed import AnswerExperts, RoutedTokens
 from headgate.errors import EngineDead, RequestError
 from headgate.protocol.output import Cause, Ended, FinishReason, Timings
-from headgate.protocol.plan import Logprobs
+from headgate.protocol.plan import Logprobs, RoutedShape
 from headgate.protocol.request import GenerateRequest, Ticket
 from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings
@@ -90,6 +91,7 @@ class Piece:
     finish: Finish | None = None
     delivered: bool = False  # by another server: the client has this piece already
     ticket: Ticket | None = None  # for exported KV
+    routed: AnswerExperts | None = None  # of all tokens of the choice, with its end, if requested and complete
     generated_ids: list[int] | None = None  # all tokens of a choice that another server must continue
 
     def add(self, piece: Piece) -> None:
@@ -101,6 +103,7 @@ class Piece:
         self.prompt_logprobs += piece.prompt_logprobs
         self.finish = piece.finish or self.finish
         self.ticket = piece.ticket or self.ticket
+        self.routed = piece.routed or self.routed
         if piece.generated_ids is not None:
             # The server that continues sends the complete text, so none of it is sent here.
             self.text, self.generated_ids = "", piece.generated_ids
@@ -109,7 +112,7 @@ class Piece:
 class ChoiceText:
     """Converts the tokens of one choice to text, and finds stop strings."""
 
-    def __init__(self, job: ChoiceJob, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, job: ChoiceJob, tokenizer: Tokenizer | None, routed: RoutedShape | None = None) -> None:
         request = job.request
         self._job = job
         self._detokenizer = None if tokenizer is None else _detokenizer(job, tokenizer)
@@ -120,6 +123,9 @@ class ChoiceText:
         self._chars = 0
         self._ids = list(request.generated)
         self._owed = ""  # text that another server generated and did not deliver
+        sampling = request.sampling
+        asked = routed is not None and sampling.return_routed_experts
+        self._routed = RoutedTokens(routed, sampling.routed_experts_prompt_start) if routed and asked else None
 
     @property
     def stopped(self) -> bool:
@@ -129,8 +135,10 @@ class ChoiceText:
     def push(self, chunk: Chunk) -> Piece:
         ended = chunk.ended
         self._ids += chunk.tokens
+        if self._routed is not None:
+            self._routed.add(chunk.routed)
         if self.stopped:
-            return Piece(finish=None if ended is None else self.finish(ended))
+            return Piece() if ended is None else self._last(self.finish(ended))
         piece = Piece(
             "", chunk.tokens, chunk.versions, chunk.logprobs, [], chunk.prompt_logprobs, ticket=chunk.ticket
         )
@@ -148,7 +156,21 @@ class ChoiceText:
             else:
                 piece.text += self.rest()
             piece.finish = self.finish(ended)
+            piece.routed = self._experts(piece.finish)
         return piece
+
+    def cut_off(self, cause: Cause) -> Piece:
+        """The last piece, if the engine failed to report the end."""
+        text = self.rest()
+        return self._last(self.cut(cause), text)
+
+    def _last(self, finish: Finish, text: str = "") -> Piece:
+        return Piece(text, finish=finish, routed=self._experts(finish))
+
+    def _experts(self, finish: Finish) -> AnswerExperts | None:
+        if self._routed is None:
+            return None
+        return self._routed.of_answer(len(self._job.request.prompt) + finish.output_tokens)
 
     def finish(self, ended: Ended) -> Finish:
         """How the choice ended: with a stop string if one was found, otherwise as the engine reports."""
@@ -269,7 +291,7 @@ async def run(api: Api, record: Record, job: ChoiceJob, emit: Emit) -> None:
     record.prompt(len(job.request.prompt), job.index)
     if generated := job.rest.generated:
         record.resume(job.index, len(generated))
-    text = ChoiceText(job, api.tokenizer)
+    text = ChoiceText(job, api.tokenizer, api.engines.info.routed)
     if job.resumed is not None and await _replay(api, record, job, text, emit):
         return
     try:
@@ -329,9 +351,10 @@ async def _follow(stream: ChunkStream, text: ChoiceText, record: Record, job: Ch
         if piece.tokens or piece.text or piece.prompt_logprobs or piece.ticket:
             await emit(job, piece)
     # No engine had it yet, or the engine died after it was asked to end the choice and before it confirmed.
-    finish = text.cut(stream.cause)
-    note(record, job, finish)
-    await emit(job, Piece(text.rest(), finish=finish))
+    last = text.cut_off(stream.cause)
+    assert last.finish is not None
+    note(record, job, last.finish)
+    await emit(job, last)
 
 
 def _as_asked(ended: Ended, cause: Cause | None) -> Ended:

@@ -92,7 +92,8 @@ def _sampling(body: Generation, sampling: SamplingParams, seed: int, resumed: Re
     # Prompt log-probabilities are sent with the first token, so a resumed choice has sent them already. An export sends
     # a ticket only; the server that generates the answer scores the prompt.
     scored = sampling.prompt_logprobs if resumed is None and not body.export_kv else None
-    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=scored)
+    routed = sampling.return_routed_experts and not body.export_kv
+    return msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=scored, return_routed_experts=routed)
 
 
 def _resumed(body: Generation, sampling: SamplingParams, prompts: Sequence[int]) -> dict[int, Resumed]:

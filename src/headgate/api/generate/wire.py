@@ -35,6 +35,8 @@ def extras(
         fields["completion_token_ids"] = fields["token_ids"] = piece.tokens
         if first:
             fields["prompt_token_ids"] = job.request.prompt
+    if piece.finish is not None and job.request.sampling.return_routed_experts:
+        fields["routed_experts"] = None if piece.routed is None else piece.routed.npy()
     if piece.generated_ids is not None:
         fields["generated_token_ids"] = piece.generated_ids
     if body.return_weight_versions:
