@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from headgate.contract.sampling import SamplingParams
+from headgate.device.routed import RoutedReader, new_record, routed_shape
 from headgate.device.rows import Rows
 from headgate.device.runner import ModelRunner
 from headgate.device.weights.loading import SafetensorsFolder, load_weights
@@ -46,7 +47,7 @@ def do_again(step):
     return lambda: result.copy_(step()), result
 
 
-def open_runner(folder, graphed):
+def open_runner(folder, graphed, keeps_experts=False):
     from headgate.device.graphs import StepGraphs
     from headgate.layers.triton_backend import TritonBackend
 
@@ -56,8 +57,12 @@ def open_runner(folder, graphed):
     load_weights(model, SafetensorsFolder(folder))
     rows = Rows(max_rows=6, max_context=CONTEXT, block_size=BLOCK_SIZE, vocab_size=spec.vocab)
     kv = model.allocate_kv(24, BLOCK_SIZE)
+    record = new_record(routed_shape(spec), 24, BLOCK_SIZE, torch.device("cpu")) if keeps_experts else None
+    if record is not None:
+        model.record_experts(record)
     graphs = StepGraphs(model, kv, rows, max_tokens=64, prompts=True, record=do_again) if graphed else None
-    return ModelRunner(model, kv, rows, max_tokens=64, graphs=graphs)
+    routed = None if record is None else RoutedReader(record, rows)
+    return ModelRunner(model, kv, rows, max_tokens=64, graphs=graphs, routed=routed)
 
 
 def generate(runner, steps):
@@ -149,3 +154,27 @@ def test_mixed_steps_are_padded_to_powers_of_two():
 
     assert token_sizes(100) == [32, 64, 100]
     assert token_sizes(8) == [8]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_graphs_report_the_experts_of_steps_without_graphs(tmp_path, monkeypatch):
+    """A batch of three is padded to four: what the padding chose is written nowhere that is read."""
+    # The interpreter cannot choose experts of padding whose arbitrary data are no numbers; a GPU can.
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+    folder = tiny_model(tmp_path, "qwen3_moe", tokenizer=False, **shape)
+    params = SamplingParams(temperature=0, return_routed_experts=True)
+    found = []
+    for graphed in (True, False):
+        runner = open_runner(folder, graphed, keeps_experts=True)
+        # The last one computes the last slot of the cache in its second step.
+        prompts = [[0, 5, 6], [1, 5, 6], list(range(15))]
+        texts = [Text(row, prompt, params, blocks=[row + 21]) for row, prompt in enumerate(prompts)]
+        joins = tuple(text.join() for text in texts)
+        prefill = step_plan(0, [text.advance(len(text.prompt), True) for text in texts], joins=joins)
+        results = [runner.run(prefill), runner.run(step_plan(1, [text.advance(1, True) for text in texts]))]
+        found.append([(result.tokens, result.routed) for result in results])
+    assert found[0] == found[1]
+    (_, first), (_, second) = found[0]
+    assert [(report.start, len(report.ids)) for report in first.values()] == [(0, 9), (0, 9), (0, 45)]
+    assert [(report.start, len(report.ids)) for report in second.values()] == [(3, 3), (3, 3), (15, 3)]

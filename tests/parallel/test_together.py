@@ -99,6 +99,17 @@ def test_scores_of_prompts_and_answers_are_those_of_one_rank(folder):
         assert one.top_ids == two.top_ids and one.token == pytest.approx(two.token, abs=1e-4)
 
 
+def test_two_ranks_return_the_experts_that_one_does(tmp_path):
+    mixture = tiny_model(tmp_path, "qwen3_moe")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, return_routed_experts=True)
+    found = []
+    for ranks in (1, 2):
+        with LLM(mixture, dtype="float32", tensor_parallel=ranks, max_running=4, routed_experts=True) as llm:
+            (answer,) = llm.generate([list(range(40))], params, progress=False)
+            found.append(answer.routed_experts.tolist())
+    assert found[0] == found[1] and len(found[0]) == 47
+
+
 def test_followers_receive_plans_without_the_fields_that_only_rank_0_needs(folder):
     """Only rank 0 draws: followers get no tokens except those of sequences that join, and return nothing."""
     with LLM(folder, dtype="float32", tensor_parallel=2, max_running=4) as llm:
