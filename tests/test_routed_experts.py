@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from headgate import LLM, SamplingParams
+from headgate.engine.routed import RoutedTokens
 from headgate.errors import RequestError, UnsupportedModel
 from headgate.protocol.command import FileSource, Pause, Resume, UpdateWeights
+from headgate.protocol.message import StepOutputs, Submit
+from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_model
 from tests.models.families import write_model
 from tests.models.reference import reference
+from tests.updates.driver import PROMPTS, TOKENS, Driver
 
 ASKED = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, return_routed_experts=True)
 FAMILIES = ("qwen3_moe", "mixtral")
@@ -111,6 +115,51 @@ def test_new_weights_never_return_experts_of_the_old(folder, tmp_path):
         assert_right(folder, old)
         assert_right(other, new)
         assert not np.array_equal(old.routed_experts[:69], new.routed_experts[:69])
+
+
+class Reports(Driver):
+    """A driver whose requests ask for experts."""
+
+    def __init__(self, model: Path, **options) -> None:
+        self.routed: dict[int, RoutedTokens] = {}
+        super().__init__(model, routed_experts=True, **options)
+
+    def hear(self, client, message) -> None:
+        super().hear(client, message)
+        if isinstance(message, StepOutputs):
+            shape = self.engine.info.routed
+            for id, reports in message.outputs.routed.items():
+                self.routed.setdefault(id, RoutedTokens(shape, 0)).add(reports)
+
+    def ask(self, id: int) -> None:
+        params = SamplingParams(max_tokens=TOKENS, seed=id, ignore_eos=True, return_routed_experts=True)
+        self.engine.loop.post(Submit([GenerateRequest(id, PROMPTS[id], params)]))
+
+    def experts(self, id: int, tokens: int) -> np.ndarray:
+        return np.sort(self.routed[id].of_answer(tokens).array(), axis=-1)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_tokens_keep_the_experts_they_were_sampled_with_when_weights_change(folder, tmp_path, recompute):
+    other = write_model(tmp_path / "other", folder.name.rstrip("0123456789"), seed=5)
+    driver = Reports(folder)
+    try:
+        driver.ask(4)
+        while len(driver.tokens.get(4, ())) < 5:
+            driver.engine.loop.turn()
+        driver.call(Pause("freeze"))
+        known = len(PROMPTS[4]) + len(driver.tokens[4])
+        before = driver.experts(4, known)
+        driver.call(UpdateWeights(FileSource(str(other)), version=1, recompute=recompute))
+        driver.call(Resume())
+        tokens = [*PROMPTS[4], *driver.finish()[4]]
+        after = driver.experts(4, len(tokens))
+    finally:
+        driver.engine.close()
+    np.testing.assert_array_equal(after[: known - 1], before)
+    np.testing.assert_array_equal(before, expected(folder, tokens)[: known - 1])
+    if recompute:  # otherwise later tokens see KV of the old weights, which the reference cannot have
+        np.testing.assert_array_equal(after[known - 1 :], expected(other, tokens)[known - 1 :])
 
 
 def test_layers_without_experts_have_zeros(tmp_path):

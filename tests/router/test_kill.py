@@ -72,9 +72,9 @@ class Process:
 
 
 class RealFleet:
-    def __init__(self, folder: Path, servers: int) -> None:
-        model = tiny_model(folder / "tiny", max_position_embeddings=16384)
-        serve = ("serve", model, "--kv-blocks", 2048)
+    def __init__(self, folder: Path, servers: int, *options: str, architecture: str = "llama") -> None:
+        model = tiny_model(folder / "tiny", architecture, max_position_embeddings=16384)
+        serve = ("serve", model, "--kv-blocks", 2048, *options)
         self.servers = [Process(*serve, log=folder / f"server{i}.log") for i in range(servers)]
         urls = [server.url for server in self.servers]
         self.router = Process("route", *urls, log=folder / "router.log")
@@ -105,8 +105,8 @@ class RealFleet:
 
 
 @contextmanager
-def real_fleet(folder: Path, servers: int) -> Iterator[RealFleet]:
-    fleet = RealFleet(folder, servers)
+def real_fleet(folder: Path, servers: int, *options: str, architecture: str = "llama") -> Iterator[RealFleet]:
+    fleet = RealFleet(folder, servers, *options, architecture=architecture)
     try:
         fleet.start()
         yield fleet
