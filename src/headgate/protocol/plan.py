@@ -95,6 +95,5 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     ] = {}  # by slice: of its requested ones among prompt tokens starts+1 ... starts+counts
     lost: tuple[int, ...] = ()  # indices into `tokens` of invalid tokens: the row's grammar could not be followed
     lengths: list[int] = []  # number of tokens per slice that samples; empty: one each
-    routed: dict[
-        int, RoutedExperts
-    ] = {}  # by slice, if the sequence requested them: of tokens up to the slice's last
+    # By slice, if the sequence requested them: of tokens up to the slice's last.
+    routed: dict[int, RoutedExperts] = {}
