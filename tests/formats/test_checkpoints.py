@@ -16,7 +16,7 @@ from headgate.layers.formats import floating_numbers
 from headgate.models import Config, build_model, read_spec
 from headgate.models.quantisation_config import METHODS, read_quantisation
 from headgate.testing.tiny import tiny_model
-from tests.formats.encoders import CASES, digest, write_quantised
+from tests.formats.encoders import CASES, digest, encoded, write_quantised
 from tests.models.families import write_model
 from tests.models.pages import BACKENDS, Pages, prompt
 from tests.models.reference import reference_logits
@@ -86,3 +86,26 @@ def test_in_bfloat16_every_weight_is_rounded_once(plain, tmp_path, case):
     packed, dequantised = write_quantised(plain, tmp_path, CASES[case])
     found, expected = (logits_of(folder, "torch", dtype=torch.bfloat16) for folder in (packed, dequantised))
     assert torch.equal(found, expected)
+
+
+class OneBuffer(Given):
+    """Each tensor is valid until the next one is requested: all are in the same memory."""
+
+    def __iter__(self):
+        buffer = torch.empty(max(each.nbytes for each in self.tensors.values()), dtype=torch.uint8)
+        for name, tensor in self.tensors.items():
+            view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor)
+            yield name, view
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_components_may_arrive_in_any_order_and_in_the_same_memory(reverse):
+    case = CASES["gptq, ordered zeros"]
+    tensors, values = encoded({f"a.layers.{i}.up_proj.weight": torch.randn(32, 64) for i in range(3)}, case.encode)
+    names = sorted(tensors, key=lambda name: name.rpartition(".")[::-1], reverse=reverse)
+    quantisation = read_quantisation(Config("config.json", {"quantization_config": case.config}), METHODS)
+    whole = WholeWeights(OneBuffer({name: tensors[name] for name in names}), quantisation)
+    whole.metadata()
+    found = {name: floating_numbers(weight) for name, weight in whole}
+    assert found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
