@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headgate.router.control.fan_out import IS_DOWN
 from headgate.router.router import Router
 from tests.fuzzing.test_control_answers import Speaker, call, with_pair
 from tests.router.client import until
@@ -75,6 +76,19 @@ def test_61_a_pause_that_a_worker_has_not_answered_is_reported_as_pending():
         await call(url, "POST", "/v1/resume", {})
 
     with_pair(main, probe_interval_s=60.0, control_timeout_s=0.5)
+
+
+def test_29_a_worker_that_went_down_before_it_paused_is_named_as_long_as_it_is_down():
+    async def main(silent: Speaker, honest: Speaker, router: Router, url: str) -> None:
+        silent.hangs = True
+        assert (await call(url, "POST", "/v1/pause", {"timeout": 0.5})).status == 502
+        router.fleet.give_up(router.fleet.find(silent.url))
+        look = (await call(url, "GET", "/v1/is_paused", None)).json["result"]
+        assert (look["state"], look["is_paused"]) == ("paused", True) and router.holding
+        assert look["workers"][silent.url] == {"state": "down", "error": IS_DOWN, "code": "unreachable"}
+        silent.hangs = False
+
+    with_pair(main, probe_interval_s=60.0)
 
 
 def test_61_a_pause_does_not_wait_longer_for_a_resume_than_its_timeout():
