@@ -1,12 +1,13 @@
 """Measures how a hostile tenant affects a well-behaved one on the same server.
 
-    python benchmarks/hostile.py [--seconds 30] [--first] [--json FILE]
+    python benchmarks/hostile.py [--router] [--seconds 30] [--first] [--json FILE]
 
 The polite tenant streams short completions at a steady rate: first undisturbed, then while the other tenant opens 20
 sockets that request 64 answers each and read nothing, sends 5 prompts of 30 MB a second, and sends 5,000 requests at
 once. The benchmark measures the time to the first and to the last token, and the memory of the server and its engine.
 Promised are answers to all polite requests, each time's p99 within twice its undisturbed value plus 50 ms, and memory
 within 500 MB of idle; the exit code is 1 if that was not kept.
+With --router, both tenants call a router in front of the server (`headgate up --mixed 1`), and its memory counts too.
 The model is tiny, so that its computation does not hide the cost of the server. Clients are separate processes that
 share the machine's cores with the server. On a shared machine, --first (as root) gives the benchmark's processes
 priority.
@@ -234,13 +235,14 @@ def is_kept(result: dict[str, Any], memory: dict[str, int]) -> dict[str, bool]:
 
 
 @contextmanager
-def served(rows: int) -> Iterator[str]:
+def served(rows: int, *, routed: bool) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "tiny", max_position_embeddings=CONTEXT)
         keys = Path(folder) / "keys"
         keys.write_text("".join(f"{name}:{key}\n" for name, key in KEYS.items()))
         limits = ("--kv-blocks", 8192, "--max-running", rows)
-        with process("serve", model, "--device", "cpu", "--api-keys", keys, *limits) as url:
+        command = ("up", model, "--mixed", 1) if routed else ("serve", model)
+        with process(*command, "--device", "cpu", "--api-keys", keys, *limits) as url:
             yield url
 
 
@@ -263,6 +265,7 @@ def main() -> None:
     parser.add_argument(
         "--max-running", type=int, default=64, help="rows of the engine: a CPU's step grows with them"
     )
+    parser.add_argument("--router", action="store_true", help="measure a server behind a router")
     parser.add_argument("--first", action="store_true", help="take the cores before the processes of others")
     parser.add_argument("--json", type=Path, help="where to write the result too")
     parser.add_argument("--hostile", help=argparse.SUPPRESS)
@@ -276,10 +279,11 @@ def main() -> None:
         "polite_tokens": TOKENS,
         "ways": options.ways,
         "max_running": options.max_running,
+        "router": options.router,
         "first": options.first,
     }
     before = machine()
-    with served(options.max_running) as url:
+    with served(options.max_running, routed=options.router) as url:
         if options.first:
             go_first()
         result = {**before, **settings, **asyncio.run(measure(url, options.seconds, options.rate, options.ways))}
