@@ -59,7 +59,7 @@ sanitize: $(READY)
 
 # The unit tests of the scheduling core reach 100 % branch coverage; the fuzz is additional.
 coverage: $(READY)
-	$(BIN)/python -m coverage run -m pytest --durations=0 tests/core/test_scheduler.py tests/core/test_blocks.py tests/core/test_leases.py tests/protocol tests/contract/test_sampling.py
+	$(BIN)/python -m coverage run -m pytest --durations=0 tests/core/test_scheduler.py tests/core/test_blocks.py tests/core/test_leases.py tests/core/test_windows.py tests/protocol tests/contract/test_sampling.py
 	$(BIN)/python -m coverage report --fail-under=100 --skip-covered --show-missing
 
 fuzz: $(READY)

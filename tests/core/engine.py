@@ -17,12 +17,20 @@ VOCAB_SIZE = 1000
 
 class Engine:
     def __init__(
-        self, *, blocks: int = 32, max_context: int = 100, running: int = 8, budget: int = 64, **limits: object
+        self,
+        *,
+        blocks: int = 32,
+        max_context: int = 100,
+        running: int = 8,
+        budget: int = 64,
+        windows: tuple[int | None, ...] = (None,),
+        **limits: object,
     ):
         self.limits = SchedulerLimits(max_context, running, budget, VOCAB_SIZE, **limits)  # type: ignore[arg-type]
-        self.pool = BlockPool(blocks, BLOCK_SIZE)
+        self.windows = windows
+        self.pool = BlockPool(blocks, BLOCK_SIZE, windows)
         self.scheduler = Scheduler(self.pool, self.limits)
-        self.device = FakeDevice(blocks, BLOCK_SIZE, running, VOCAB_SIZE)
+        self.device = FakeDevice(blocks, BLOCK_SIZE, running, VOCAB_SIZE, windows=windows)
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, Ended] = {}
         self.outputs_taken: list[Outputs] = []
@@ -70,7 +78,7 @@ class Engine:
         """Return the answer of a correct engine to `prompt` under the current weights."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(expected_token(tokens, self.scheduler.version, VOCAB_SIZE))
+            tokens.append(expected_token(tokens, self.scheduler.version, VOCAB_SIZE, self.windows))
         return tokens[len(prompt) :]
 
 

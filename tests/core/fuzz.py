@@ -30,6 +30,8 @@ from headgate.testing.device import FakeDevice, expected_entries, expected_token
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97
 EOS = (0, 17)
+# Of the groups of layers. Some windows begin with a block, others in the middle of one.
+WINDOWS: tuple[tuple[int | None, ...], ...] = ((None, 5), (2,), (None, 8, 3), (7, None), (4, 4, None))
 EXPORT_LOST = ("preempted", "weights", "capacity", "transfer_failed")
 
 
@@ -54,6 +56,7 @@ class Client:
     max_context: int = 0  # the longest sequence of its engine
     movable: bool = False  # its engine returns sequences for rescheduling
     checkable: bool = True  # False once its KV mixes weights, when no reference exists
+    windows: tuple[int | None, ...] = (None,)  # of the groups of layers
 
     def receive_token(self, token: int, version: int) -> None:
         assert self.ended is None, "a token after the terminal output"
@@ -61,7 +64,7 @@ class Client:
         assert not request.export_kv, "an export samples nothing"
         before = [*request.prompt, *request.generated, *self.tokens]
         if self.checkable:
-            assert token == expected_token(before, version, VOCAB_SIZE), "wrong token"
+            assert token == expected_token(before, version, VOCAB_SIZE, self.windows), "wrong token"
         self.tokens.append(token)
 
     def receive_end(self, ended: Ended) -> None:
@@ -99,7 +102,7 @@ class Client:
     def receive_scores(self, scores: tuple[Logprobs, ...], version: int) -> None:
         assert self.ended is None, "scores after the terminal output"
         prompt = self.request.prompt
-        entries = expected_entries(prompt, version)
+        entries = expected_entries(prompt, version, 0, self.windows[0])
         for received in scores:
             at = self.positions[self.scored]
             self.scored += 1
@@ -131,9 +134,9 @@ class Client:
 class Engine:
     """One scheduler with its device and clients."""
 
-    def __init__(self, name: str, rng: random.Random) -> None:
-        self.name, self.rng = name, rng
-        num_blocks = rng.choice([8, 12, 24])
+    def __init__(self, name: str, rng: random.Random, windows: tuple[int | None, ...]) -> None:
+        self.name, self.rng, self.windows = name, rng, windows
+        num_blocks = rng.choice([8, 12, 24]) * len(windows)
         limits = SchedulerLimits(
             max_context=rng.choice([24, 60, 200]),
             max_running=rng.choice([2, 4, 8]),
@@ -148,8 +151,8 @@ class Engine:
             reschedules=rng.random() < 0.2,
             keeps_routed_experts=True,
         )
-        self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), limits)
-        self.device = FakeDevice(num_blocks, BLOCK_SIZE, limits.max_running, VOCAB_SIZE)
+        self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE, windows), limits)
+        self.device = FakeDevice(num_blocks, BLOCK_SIZE, limits.max_running, VOCAB_SIZE, windows=windows)
         self.depth = rng.choice([1, 2, 3])
         self.clients: dict[int, Client] = {}
         self.resume_at = 0.0
@@ -157,7 +160,12 @@ class Engine:
         self.filled: Counter[int] = Counter()  # blocks of each lease
 
     def offer(self, request: GenerateRequest) -> bool:
-        client = Client(request, max_context=self.scheduler.max_context, movable=self.scheduler.limits.reschedules)
+        client = Client(
+            request,
+            max_context=self.scheduler.max_context,
+            movable=self.scheduler.limits.reschedules,
+            windows=self.windows,
+        )
         self.clients[request.id] = client
         most = self.scheduler.max_context
         wanted = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
@@ -168,7 +176,7 @@ class Engine:
             exported = (
                 (len(request.prompt) + len(request.generated) - 1) * request.export_kv // BLOCK_SIZE * BLOCK_SIZE
             )
-            too_long = len(request.prompt) + wanted > most or exported > most
+            too_long = len(request.prompt) + wanted > most or exported > self.scheduler.admission.max_whole
             assert too_long or max(request.prompt) >= VOCAB_SIZE, "refused a request that fits"
             return False
         assert len(request.prompt) + wanted <= most
@@ -282,7 +290,8 @@ class FuzzRun:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.p, self.d = Engine("P", self.rng), Engine("D", self.rng)
+        self.windows = WINDOWS[seed // 4 % len(WINDOWS)] if seed // 2 % 2 else (None,)
+        self.p, self.d = (Engine(name, self.rng, self.windows) for name in "PD")
         self.engines = (self.p, self.d)
         self.prefixes = [[self.rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(4)]
         self.fetches: list[Transfer] = []
@@ -398,7 +407,7 @@ class FuzzRun:
     def generated_elsewhere(self, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
         answer: list[int] = []
         for _ in range(self.rng.randrange(1, (sampling.max_tokens or 8) + 1)):
-            answer.append(expected_token([*prompt, *answer], 0, VOCAB_SIZE))
+            answer.append(expected_token([*prompt, *answer], 0, VOCAB_SIZE, self.windows))
             if answer[-1] in EOS or answer[-1] in sampling.stop_token_ids:
                 break
         return tuple(answer)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-UNIT_TESTS = ["tests/core/test_scheduler.py", "tests/core/test_blocks.py", "tests/core/test_leases.py"]
+UNIT_TESTS = [f"tests/core/test_{name}.py" for name in ("scheduler", "blocks", "leases", "windows")]
 WORTH_SHOWING = ("seed ", "AssertionError", "KeyError", "IndexError", "FAILED")
 
 
@@ -46,6 +46,10 @@ def rows(rule: str, old: str, new: str) -> Mutant:
 
 def blocks(rule: str, old: str, new: str) -> Mutant:
     return Mutant(rule, "core/blocks.py", old, new)
+
+
+def groups(rule: str, old: str, new: str) -> Mutant:
+    return Mutant(rule, "protocol/groups.py", old, new)
 
 
 def sequence(rule: str, old: str, new: str) -> Mutant:
@@ -80,8 +84,8 @@ MUTANTS = [
     ),
     fetches(
         "a transfer waits for steps that touch its blocks",
-        " if touched.isdisjoint(seq.blocks[seq.published :])]",
-        "]",
+        " if touched.isdisjoint(fetch.blocks)}",
+        "}",
     ),
     fetches("a landed step touches no blocks", "            self.touched.popleft()\n", "            break\n"),
     scheduler(
@@ -92,8 +96,8 @@ MUTANTS = [
     scheduler("a sequence that has ended fetches nothing", "            self._fetches.waiting.pop(seq, None)\n", ""),
     fetches(
         "a transfer is a hold",
-        "        self._started[seq.id] = seq\n        seq.holds += 1\n",
-        "        self._started[seq.id] = seq\n",
+        "            self._started[seq.id] = seq\n            seq.holds += 1\n",
+        "            self._started[seq.id] = seq\n",
     ),
     scheduler(
         "a step is a hold",
@@ -150,8 +154,8 @@ MUTANTS = [
     scheduler("a transfer leaves one token to compute", "min(ticket.tokens, seq.wanted - 1))", "ticket.tokens)"),
     fetches(
         "a transfer skips blocks that are cached locally",
-        "        skip, end = seq.published, -",
-        "        skip, end = 0, -",
+        "count, start=seq.found)",
+        "count)",
     ),
     admission(
         "a prefix hit leaves one token to compute",
@@ -193,16 +197,18 @@ MUTANTS = [
     ),
     scheduler(
         "blocks are lent when they have landed",
-        "(plan.starts[i] + plan.counts[i]) // self.pool.block_size)",
-        "seq.computed // self.pool.block_size)",
+        "full = (plan.starts[i] + plan.counts[i]) // self.pool.block_size",
+        "full = seq.computed // self.pool.block_size",
     ),
     scheduler(
         "only whole blocks are lent",
-        "(plan.starts[i] + plan.counts[i]) //",
-        "(plan.starts[i] + plan.counts[i] + 3) //",
+        "full = (plan.starts[i] + plan.counts[i]) //",
+        "full = (plan.starts[i] + plan.counts[i] + 3) //",
     ),
     admission(
-        "an export holds only the blocks that it exports", "blocks_for(seq.wanted)", "blocks_for(len(seq.tokens))"
+        "an export holds only the blocks that it exports",
+        "groups.stripes_for(seq.wanted)\n",
+        "groups.stripes_for(len(seq.tokens))\n",
     ),
     scheduler(
         "a preempted export ends",
@@ -235,7 +241,7 @@ MUTANTS = [
         'if cause == "shutdown" and self.limits.reschedules else "abort"',
         'if False else "abort"',
     ),
-    scheduler("a prefix hit holds its blocks", "        self.pool.retain(hit)\n", ""),
+    scheduler("a prefix hit holds its blocks", "        self.pool.retain(present(room.hit))\n", ""),
     scheduler(
         "a frozen scheduler runs nothing", "        if self.flow is Flow.FROZEN:\n            return None\n", ""
     ),
@@ -272,7 +278,7 @@ MUTANTS = [
     ),
     scheduler("a step stays within its budget", "                todo = min(todo, draft.budget)\n", ""),
     scheduler("admission stays within the budget", "min(seq.todo, draft.budget))", "seq.todo)"),
-    admission("blocks for an idle prefix are counted once", "need + pool.idle(hit) + running", "need + running"),
+    admission("blocks for an idle prefix are counted once", "need + pool.idle(held) + running", "need + running"),
     admission(
         "a request that can never fit is refused",
         "        if prompt_len + max_tokens > most:",
@@ -283,8 +289,8 @@ MUTANTS = [
     ),
     admission(
         "capacity bounds the context",
-        "min(limits.max_context, pool.num_blocks * pool.block_size)",
-        "limits.max_context",
+        "self.max_context = min(limits.max_context, fits)",
+        "self.max_context = limits.max_context",
     ),
     admission("unknown tokens are refused", ">= self._limits.vocab_size:", "> 2**31:"),
     admission(
@@ -351,7 +357,7 @@ MUTANTS = [
         "first = max(start + 1, seq.request.sampling.prompt_logprobs_start)",
         "first = start + 1",
     ),
-    admission("admission leaves room to grow", "pool.idle(hit) + running >", "pool.idle(hit) >"),
+    admission("admission leaves room to grow", "pool.idle(held) + running * len(groups) >", "pool.idle(held) >"),
     admission(
         "unknown generated tokens are refused",
         'packed = array("I", tokens)',
@@ -359,8 +365,8 @@ MUTANTS = [
     ),
     admission(
         "a ticket for more than the prompt is refused",
-        "        if rest or ticket.tokens > len(seq.tokens):",
-        "        if rest:",
+        "        if rest or ticket.tokens > len(seq.tokens) or",
+        "        if rest or",
     ),
     scheduler(
         "the last block of an answer is published",
@@ -419,10 +425,62 @@ MUTANTS = [
     Mutant(
         "new blocks are sent to the device",
         "core/draft.py",
-        "            self.grown.append((seq.row, tuple(seq.blocks[seq.shown :])))",
+        "            self.grown.append((seq.row, blocks))",
         "            pass",
     ),
     Mutant("keys are chained", "protocol/keys.py", "blake2b(parent + data", "blake2b(data"),
+    groups(
+        "a block is given back when no window needs it",
+        "max(0, position - window) //",
+        "max(0, position - window + 1) //",
+    ),
+    groups(
+        "a prefix hit has what each window needs",
+        "        while (shorter := min(self._up_to_gap(*entry, stripes) for entry in enumerate(columns))) < stripes:",
+        "        while (shorter := self._up_to_gap(0, columns[0], stripes)) < stripes:",
+    ),
+    groups(
+        "a shorter prefix is looked up in all groups again",
+        "            stripes = shorter\n        return stripes",
+        "            return shorter\n        return stripes",
+    ),
+    groups("groups have keys of their own", "key + ending for", "key for"),
+    groups(
+        "a window has its blocks and those of a step",
+        "batch_tokens - 2) // self.block_size + 2",
+        "batch_tokens) // self.block_size",
+    ),
+    scheduler(
+        "windows give blocks back", "                self._give_back(seq, seq.computed)\n", "                pass\n"
+    ),
+    scheduler(
+        "blocks are given back after the draft",
+        "        draft.add_slice(seq, start, count, samples)\n        self._publish(seq)\n",
+        "        draft.add_slice(seq, start, count, samples)\n        self._publish(seq)\n"
+        "        self._give_back(seq, seq.computed)\n",
+    ),
+    scheduler(
+        "a block given back is not given back again",
+        "            seq.blocks[place] = ABSENT\n",
+        "            pass\n",
+    ),
+    scheduler(
+        "blocks that a fetch did not fill are not published",
+        "            self._give_back(seq, ticket.tokens)",
+        "            pass",
+    ),
+    scheduler("a block given back is not published", "            if block != ABSENT:\n", "            if True:\n"),
+    scheduler(
+        "a tenant does not own what it gave back",
+        "        seq.own -= sum(place >= seq.found * len(self._groups) for place in places)\n",
+        "",
+    ),
+    admission(
+        "an export of more than the pool is refused",
+        "        if exported > self.max_whole:",
+        "        if exported > self.max_context:",
+    ),
+    admission("a fetch of more than the pool is a prefill", " or seq.wanted > self.max_whole:", ":"),
     leases("a stale generation is refused", " and lease.generation == generation else None", " else None"),
     leases("leases expire", "return [lease for lease in self if lease.until_s <= now_s]", "return []"),
     leases("an ended lease is gone", "        del self._leases[id]\n", "        pass\n"),
@@ -444,7 +502,7 @@ MUTANTS = [
     blocks(
         "an unpublished block is freed", "                if block in self._key_of:\n", "                if True:\n"
     ),
-    blocks("a hit is a prefix", "blocks[: blocks.index(-1)]", "[block for block in blocks if block >= 0]"),
+    blocks("a hit is a prefix", "blocks[: blocks.index(ABSENT)]", "[block for block in blocks if block >= 0]"),
     blocks(
         "the first block published under a key is kept",
         "if key not in self._block_of and block not in self._key_of:",

@@ -67,6 +67,27 @@ def test_steps_with_several_tokens_per_slice_are_run_again(tmp_path):
     assert str(replay(path)) == "replayed 4 plans; every plan is consistent"
 
 
+@pytest.mark.parametrize(
+    ("reused", "found"), [(False, "every plan is consistent"), (True, "plan 1: row 0 reads position 4 in block 3")]
+)
+def test_layers_with_windows_read_what_their_windows_show(tmp_path, reused, found):
+    """`reused`: a plan reuses a block of a window before it has passed, as a bug of the scheduler would."""
+    engine, recorder = Engine(windows=(None, 5), budget=6, blocks=20), StepRecorder(tmp_path)
+    engine.add(1, prompt=9, max_tokens=20)
+    for number in range(14):
+        plan = engine.launch()
+        if reused and number == 1:
+            blocks = list(engine.device._queue[0].grown[0][1])
+            blocks[1] = 3  # the second block of the window
+            plan = msgspec.structs.replace(plan, grown=((0, tuple(blocks)),))
+        recorder.planned(plan)
+        result = engine.device.land()
+        recorder.landed(result)
+        engine.scheduler.commit(result)
+    path = recorder.write(RuntimeError("a bug"), engine.scheduler, "running", [])
+    assert found in str(replay(path))
+
+
 def test_the_evidence_records_what_the_engine_was_doing(tmp_path, caplog):
     path = run_and_crash(busy(recorded(tmp_path)), tmp_path, steps=3)
     left = read_evidence(path)

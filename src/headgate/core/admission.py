@@ -8,23 +8,38 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import inf
 
 from headgate.core.blocks import BlockPool
 from headgate.core.limits import SchedulerLimits
 from headgate.core.sequence import Sequence
 from headgate.errors import ContextTooLong, RequestError
+from headgate.protocol.groups import present
 from headgate.protocol.keys import largest
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
 from headgate.shares import FACTOR, Shares
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a sequence gets when it is admitted."""
+
+    hit: list[int]  # cached blocks, by stripes; those that it does not need are absent
+    stripes: int  # the stripes that it gets all blocks of; windows reach those after them later
+    fetches: bool  # it fetches KV from another engine
+
+
 class AdmissionChecks:
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, row_shares: Shares) -> None:
-        self.max_context = min(limits.max_context, pool.num_blocks * pool.block_size)
         self._limits = limits
         self._pool = pool
+        self._groups = groups = pool.groups
+        fits = groups.longest_context(pool.num_blocks, limits.max_batch_tokens, limits.max_context)
+        self.max_context = min(limits.max_context, fits)
+        # Exports and fetches need all blocks of their tokens at the same time.
+        self.max_whole = min(limits.max_context, pool.num_blocks // len(groups) * pool.block_size)
         self._row_shares = row_shares
 
     # -- whether a request can ever run -----------------------------------------
@@ -105,9 +120,9 @@ class AdmissionChecks:
         # Only whole blocks are exported, and never the last token: the other engine must compute one to sample.
         size, tokens = self._pool.block_size, len(request.prompt) + len(request.generated)
         exported = (tokens - 1) // size * size
-        if exported > self.max_context:
+        if exported > self.max_whole:
             raise ContextTooLong(
-                f"prompt and generated tokens together are {tokens}; this engine holds at most {self.max_context}",
+                f"prompt and generated tokens together are {tokens}; this engine holds at most {self.max_whole}",
                 param="resume",
             )
         return exported + 1
@@ -121,23 +136,34 @@ class AdmissionChecks:
             return False
         free = self._pool.available
         own = sum(other.own for other in running if other.request.tenant == tenant)
-        need = self._pool.blocks_for(len(seq.tokens))
+        need = self._blocks_for(len(seq.tokens))
         if not own or own + need <= FACTOR * (free - need):
             return True  # a tenant that owns no blocks may always start
-        need -= len(self._cached_prefix(seq, version))
+        need -= len(present(self._cached_prefix(seq, version)))
         return own + need <= FACTOR * (free - need)
 
-    def find_room(self, seq: Sequence, running: int, version: int) -> tuple[list[int], int] | None:
-        """Return the cached blocks that `seq` can reuse, and how many more it needs; None if too few are available.
+    def find_room(self, seq: Sequence, running: int, version: int) -> Room | None:
+        """Return what `seq` gets if it is admitted now, or None if too few blocks are available.
 
         `running` is the number of running sequences.
         """
-        pool, hit = self._pool, self._cached_prefix(seq, version)
-        need = pool.blocks_for(seq.wanted) - len(hit)
-        # One block for each running sequence stays free, so that admission does not cause preemption at once.
-        if need + pool.idle(hit) + running > pool.available:
+        groups, pool, hit = self._groups, self._pool, self._cached_prefix(seq, version)
+        found, wanted = len(hit) // len(groups), groups.stripes_for(seq.wanted)
+        fetches = self._worth_fetching(seq, found * pool.block_size, version)
+        held = present(hit)
+        if fetches or seq.exports:
+            stripes, need = wanted, (wanted - found) * len(groups)
+        else:
+            stripes = min(wanted, found + groups.stripes_for(self._limits.max_batch_tokens))
+            need = self._blocks_for(seq.wanted) - len(held)
+        # One stripe for each running sequence stays free, so that admission does not cause preemption at once.
+        if need + pool.idle(held) + running * len(groups) > pool.available:
             return None
-        return hit, need
+        return Room(hit, stripes, fetches)
+
+    def _blocks_for(self, tokens: int) -> int:
+        """The most blocks that a sequence holds until it has computed `tokens` tokens."""
+        return self._groups.most_blocks(self._groups.stripes_for(tokens), self._limits.max_batch_tokens)
 
     def _cached_prefix(self, seq: Sequence, version: int) -> list[int]:
         # The last token is always computed, because a slice needs one. An export thus computes its last block: once
@@ -146,12 +172,12 @@ class AdmissionChecks:
         size, wanted = self._pool.block_size, min(seq.wanted, seq.scored) if seq.unscored else seq.wanted
         return self._pool.lookup(seq.keys((wanted - 1) // size, version=version, block_size=size))
 
-    def worth_fetching(self, seq: Sequence, version: int) -> bool:
-        """Whether the ticket of `seq` offers KV of its tokens beyond those found in the prefix cache."""
+    def _worth_fetching(self, seq: Sequence, found: int, version: int) -> bool:
+        """Whether the ticket of `seq` offers KV of its tokens beyond the `found` ones in the prefix cache."""
         ticket, size = seq.ticket, self._pool.block_size
-        if ticket is None or ticket.version != version or ticket.tokens <= seq.computed or seq.unscored:
+        if ticket is None or ticket.version != version or ticket.tokens <= found or seq.unscored:
             return False
         count, rest = divmod(ticket.tokens, size)
-        if rest or ticket.tokens > len(seq.tokens):
+        if rest or ticket.tokens > len(seq.tokens) or seq.wanted > self.max_whole:
             return False
         return ticket.key == seq.keys(count, version=version, block_size=size)[-1]

@@ -3,6 +3,7 @@
 Rules: a block is either *held* (by a counted number of sequences), *cached* (held by none, but published under a key)
 or *free*. A cached block is evicted only when no block is free, and the least recently used goes first. One number
 therefore tells which blocks have been evicted: the *horizon*, the release time of the most recently evicted block.
+All groups of layers share the pool; a block holds KV of the layers of one group.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from math import inf
 
+from headgate.protocol.groups import ABSENT, LayerGroups, group_keys
 from headgate.protocol.keys import Key
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = LayerGroups(block_size, windows)
         self.now_s = 0.0  # set by the scheduler
         self.horizon_s = -inf  # blocks released before this time are no longer in the cache
         self._holders = [0] * num_blocks
@@ -40,9 +43,6 @@ class BlockPool:
     @property
     def cached(self) -> int:
         return len(self._cached)
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks; the caller has checked that they are available."""
@@ -76,11 +76,21 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def lookup(self, keys: Iterable[Key]) -> list[int]:
-        """Return the blocks published under the longest prefix of `keys` that is known."""
-        find = self._block_of.get
-        blocks = [find(key, -1) for key in keys] + [-1]
-        return blocks[: blocks.index(-1)]
+    def lookup(self, keys: list[Key]) -> list[int]:
+        """Return the blocks of the longest published prefix of the stripes with `keys` after which one can continue.
+
+        Blocks that are not needed after the prefix are absent.
+        """
+        find, groups = self._block_of.get, self.groups
+        if not groups.windowed:
+            blocks = [*(find(key, ABSENT) for key in keys), ABSENT]
+            return blocks[: blocks.index(ABSENT)]
+        found = [find(key, ABSENT) for key in group_keys(keys, len(groups))]
+        stripes = groups.usable_prefix(found)
+        blocks = [ABSENT] * (stripes * len(groups))
+        for place in groups.places_for(stripes * self.block_size, stripes):
+            blocks[place] = found[place]
+        return blocks
 
     def idle(self, blocks: Iterable[int]) -> int:
         """Count those of `blocks` that no sequence holds; retaining `blocks` makes that many unavailable."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headgate.core.sequence import Sequence
+from headgate.protocol.groups import ABSENT
 from headgate.protocol.plan import Fetch, Join, StepPlan
 
 
 @dataclass(slots=True)
 class StepDraft:
     budget: int  # tokens that may still be planned
+    groups: int  # of layers: blocks per stripe
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -27,18 +29,21 @@ class StepDraft:
         self.starts.append(start)
         self.counts.append(count)
         self.samples.append(samples)
-        if seq.shown < len(seq.blocks):
+        if seq.shown < seq.stripes:
             self._show_blocks(seq)
 
     def _show_blocks(self, seq: Sequence) -> None:
+        blocks = tuple(seq.blocks[seq.shown * self.groups : seq.stripes * self.groups])
         if seq.shown:
-            self.grown.append((seq.row, tuple(seq.blocks[seq.shown :])))
+            self.grown.append((seq.row, blocks))
         else:
-            request, blocks = seq.request, tuple(seq.blocks)
+            request = seq.request
+            if ABSENT in blocks:
+                blocks = tuple(max(block, 0) for block in blocks)  # not read, but must name a block
             self.joins.append(
                 Join(seq.row, tuple(seq.tokens), seq.prompt_len, request.sampling, blocks, request.adapter)
             )
-        seq.shown = len(seq.blocks)
+        seq.shown = seq.stripes
 
     def plan(self, step: int, version: int) -> StepPlan:
         return StepPlan(

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import deque
 
 from headgate.core.sequence import Sequence
+from headgate.protocol.groups import LayerGroups
 from headgate.protocol.plan import Fetch
 
 
 class FetchTable:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, groups: LayerGroups) -> None:
         self.waiting: dict[Sequence, None] = {}  # sequences in LOADING whose fetch has not started
         self.touched: deque[tuple[int, list[int]]] = deque()  # released blocks, and the last step to touch them
-        self._block_size = block_size
+        self._groups = groups
         self._started: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -30,16 +31,21 @@ class FetchTable:
     def start_ready(self) -> list[Fetch]:
         """Start and return the fetches whose blocks no launched step touches."""
         touched = {block for _, blocks in self.touched for block in blocks}
-        ready = [seq for seq in self.waiting if touched.isdisjoint(seq.blocks[seq.published :])]
-        return [self._start(seq) for seq in ready]
+        fetches = {seq: self._fetch_for(seq) for seq in self.waiting}
+        ready = {seq: fetch for seq, fetch in fetches.items() if touched.isdisjoint(fetch.blocks)}
+        for seq in ready:
+            del self.waiting[seq]
+            self._started[seq.id] = seq
+            seq.holds += 1
+        return list(ready.values())
 
-    def _start(self, seq: Sequence) -> Fetch:
+    def _fetch_for(self, seq: Sequence) -> Fetch:
+        """The fetch that fills the blocks of `seq` after those found in the cache."""
         assert seq.ticket is not None
-        del self.waiting[seq]
-        self._started[seq.id] = seq
-        seq.holds += 1
-        skip, end = seq.published, -(-seq.ticket.tokens // self._block_size)
-        return Fetch(seq.id, seq.ticket, skip, tuple(seq.blocks[skip:end]))
+        tokens, count = seq.ticket.tokens, self._groups.stripes_for(seq.ticket.tokens)
+        lent = self._groups.count_for(tokens, count)  # blocks of the other engine's lease
+        places = self._groups.places_for(tokens, count, start=seq.found)
+        return Fetch(seq.id, seq.ticket, lent - len(places), tuple(seq.blocks[place] for place in places))
 
     def end(self, id: int) -> Sequence:
         """Record that the fetch for sequence `id` has ended; returns the sequence."""

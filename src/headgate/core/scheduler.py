@@ -30,6 +30,7 @@ from headgate.core.queue import DeadlineQueue, FairQueue, Rank
 from headgate.core.rows import RowPool
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import DuplicateId
+from headgate.protocol.groups import ABSENT, group_keys, present
 from headgate.protocol.output import Cause, FinishReason, Outputs
 from headgate.protocol.plan import Logprobs, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
@@ -88,7 +89,9 @@ class Scheduler:
         self._rows = RowPool(limits.max_running)
         self.admission = AdmissionChecks(limits, pool, self._rows.shares)
         self.max_context = self.admission.max_context
-        self._fetches = FetchTable(pool.block_size)
+        self._groups = pool.groups
+        self._windowed = pool.groups.windowed
+        self._fetches = FetchTable(pool.groups)
         self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._drafting = False
         self._evicted: list[Sequence] = []  # evicted while a step was drafted; released after the draft
@@ -160,11 +163,14 @@ class Scheduler:
             plan = draft.plan(next(self._steps), self.version)
             if draft.rows:
                 self._launched.append((plan, draft.sequences))
+        if self._windowed:
+            for seq in draft.sequences:
+                self._give_back(seq, seq.computed)
         self._release_evicted()
         return plan
 
     def _draft(self) -> StepDraft:
-        draft = StepDraft(self.limits.max_batch_tokens)
+        draft = StepDraft(self.limits.max_batch_tokens, len(self._groups))
         self._drafting = True
         self._continue_running(draft)
         self._admit_waiting(draft)
@@ -229,7 +235,8 @@ class Scheduler:
                 self._outbox.routed[seq.id] = (*self._outbox.routed.get(seq.id, ()), experts)
             if seq.lease is not None:
                 # Steps land in order, so the blocks that this sequence found in the cache are written too.
-                self.leases.fill(seq.lease, (plan.starts[i] + plan.counts[i]) // self.pool.block_size)
+                full = (plan.starts[i] + plan.counts[i]) // self.pool.block_size
+                self.leases.fill(seq.lease, self._groups.count_for(seq.limit - 1, full))
             if last == first + 1 and not lost:  # the common case
                 self._append(seq, tokens[first], logprobs.get(first))
             elif samples:
@@ -260,6 +267,7 @@ class Scheduler:
         if ok and ticket is not None and ticket.version == self.version:
             # The last token is computed here, because a slice needs at least one.
             seq.computed = max(seq.computed, min(ticket.tokens, seq.wanted - 1))
+            self._give_back(seq, ticket.tokens)  # the blocks that were not fetched, because no window needs them
             self.counters.transfers += 1
         else:
             self.counters.transfers_lost += 1  # a lost transfer becomes a local prefill
@@ -320,12 +328,13 @@ class Scheduler:
             return False
         self.waiting.remove(self._rank(seq), seq)
         self.running[seq] = None
-        hit, need = room
-        self.pool.retain(hit)
-        seq.blocks, seq.own = hit + self.pool.allocate(need), need
+        self.pool.retain(present(room.hit))
+        seq.blocks = list(room.hit)
+        seq.stripes = seq.found = seq.published = len(room.hit) // len(self._groups)
+        seq.computed = seq.passed = seq.found * self.pool.block_size
+        self._allocate(seq, room.stripes, self._groups.stripes_for(seq.wanted))
         seq.row = self._rows.take(seq.request.tenant)
-        seq.computed, seq.published = len(hit) * self.pool.block_size, len(hit)
-        seq.phase = Phase.LOADING if self.admission.worth_fetching(seq, self.version) else Phase.RUNNING
+        seq.phase = Phase.LOADING if room.fetches else Phase.RUNNING
         if seq.phase is Phase.RUNNING:
             self._drop_ticket(seq)
         if seq.exports:
@@ -341,14 +350,21 @@ class Scheduler:
 
     def _lend(self, seq: Sequence) -> None:
         """Lease the KV of `seq` to another engine, which may fetch each block as soon as it is computed."""
-        lease = self.leases.grant(seq.id, self.version, tuple(seq.blocks), self.now_s + self.limits.lease_s)
+        tokens, until_s = seq.limit - 1, self.now_s + self.limits.lease_s
+        lease = self.leases.grant(seq.id, self.version, self._lent_blocks(seq), until_s)
         seq.lease = lease.id
         self._deadlines.remove(seq)  # the limit on waiting no longer applies; the request's own timeout does
         seq.deadline_s = inf if seq.request.timeout_s is None else seq.arrived_s + seq.request.timeout_s
         self._deadlines.add(seq)
-        key = self._keys(seq, len(seq.blocks))[-1]
-        ticket = Ticket(self.limits.engine, lease.id, lease.generation, seq.limit - 1, self.version, key)
+        key = self._keys(seq, self._groups.stripes_for(tokens))[-1]
+        ticket = Ticket(self.limits.engine, lease.id, lease.generation, tokens, self.version, key)
         self._outbox.tickets[seq.id] = ticket
+
+    def _lent_blocks(self, seq: Sequence) -> tuple[int, ...]:
+        """The blocks of an export that another engine needs to continue after it."""
+        tokens = seq.limit - 1
+        places = self._groups.places_for(tokens, self._groups.stripes_for(tokens))
+        return tuple(seq.blocks[place] for place in places)
 
     def _note_admission(self, seq: Sequence) -> None:
         if seq.started_s is None:
@@ -363,9 +379,10 @@ class Scheduler:
 
         If too few blocks are available, sequences are preempted, possibly `seq` itself.
         """
-        need = self.pool.blocks_for(tokens) - len(seq.blocks)
-        if need <= 0:
+        stripes = self._groups.stripes_for(tokens)
+        if stripes <= seq.stripes:
             return True
+        need = len(self._groups.lacking(seq.blocks, seq.stripes, stripes, stripes))
         while need > self.pool.available:
             if self.returning:
                 return False  # blocks are about to be released; wait for them
@@ -373,9 +390,32 @@ class Scheduler:
             self._evict(victim)
             if victim is seq:
                 return False
-        seq.blocks += self.pool.allocate(need)
-        seq.own += need
+        self._allocate(seq, stripes, stripes)
         return True
+
+    def _allocate(self, seq: Sequence, stripes: int, whole: int) -> None:
+        """Complete the first `stripes` stripes of `seq`; groups without a window get blocks of the first `whole`."""
+        places = self._groups.lacking(seq.blocks, seq.stripes, stripes, whole)
+        blocks = self.pool.allocate(len(places))
+        if self._windowed:
+            seq.blocks += [ABSENT] * (whole * len(self._groups) - len(seq.blocks))
+            for place, block in zip(places, blocks, strict=True):
+                seq.blocks[place] = block
+        else:
+            seq.blocks += blocks
+        seq.own += len(blocks)
+        seq.stripes = stripes
+
+    def _give_back(self, seq: Sequence, position: int) -> None:
+        """Release the blocks of `seq` that no window needs at `position`; not within a draft, which may contain `seq`."""
+        if position <= seq.passed:
+            return
+        places, seq.passed = self._groups.passed(seq.passed, position), position
+        blocks = [seq.blocks[place] for place in places]
+        for place in places:
+            seq.blocks[place] = ABSENT
+        seq.own -= sum(place >= seq.found * len(self._groups) for place in places)
+        self._release_to_pool(seq, blocks)
 
     def _victim(self) -> Sequence:
         """Return the sequence to preempt: the last in `order`, of the tenant that owns the most blocks.
@@ -451,9 +491,11 @@ class Scheduler:
         full = min(seq.computed, len(seq.tokens)) // self.pool.block_size
         if full <= seq.published or not seq.pure:
             return
-        keys = self._keys(seq, full)
-        for i in range(seq.published, full):
-            self.pool.publish(seq.blocks[i], keys[i])
+        keys, count = self._keys(seq, full)[seq.published :], len(self._groups)
+        blocks = seq.blocks[seq.published * count : full * count]
+        for block, key in zip(blocks, group_keys(keys, count), strict=True):
+            if block != ABSENT:
+                self.pool.publish(block, key)
         seq.published = full
 
     def _keys(self, seq: Sequence, count: int) -> list[bytes]:
@@ -516,8 +558,11 @@ class Scheduler:
             seq.disown()
 
     def _release_blocks(self, seq: Sequence) -> None:
-        """Release the blocks of `seq`. Steps run in order, so their next owner writes them after those of `seq`."""
         blocks, seq.blocks = seq.blocks, []
+        self._release_to_pool(seq, present(blocks))
+
+    def _release_to_pool(self, seq: Sequence, blocks: list[int]) -> None:
+        """Release blocks of `seq`. Steps run in order, so their next owner writes them after those of `seq`."""
         self.pool.release(blocks)
         if blocks and seq.holds:
             last, _ = self._launched[-1]
@@ -540,10 +585,12 @@ class Scheduler:
         self.pool.check(self._holders())
         self._rows.check([*self.running, *self.leaving])
         assert {*self.running, *self.waiting} == set(self.sequences.values())
-        lent = {seq.id: tuple(seq.blocks) for seq in self.running if seq.lease is not None}
+        lent = {seq.id: self._lent_blocks(seq) for seq in self.running if seq.lease is not None}
         assert lent == {lease.sequence: lease.blocks for lease in self.leases}
         for seq in self.sequences.values():
             self._check_sequence(seq)
+        for seq in self.running:
+            self._check_windows(seq)
 
     def _check_sequence(self, seq: Sequence) -> None:
         assert seq in self.running if seq.phase in (Phase.LOADING, Phase.RUNNING) else seq not in self.running
@@ -551,8 +598,19 @@ class Scheduler:
         assert seq in self.leaving or seq.computed <= len(seq.tokens) + seq.sampling
         assert seq.phase is not Phase.WAITING or seq in self.leaving or not (seq.blocks or seq.holds)
 
+    def _check_windows(self, seq: Sequence) -> None:
+        """Assert that `seq` holds what its next token needs, and nothing else."""
+        groups, ahead = self._groups, range(seq.stripes * len(self._groups), len(seq.blocks))
+        held = [place for place, block in enumerate(seq.blocks) if block != ABSENT]
+        promised = [place for place in ahead if groups.windows[place % len(groups)] is None]
+        assert held == groups.places_for(seq.passed, seq.stripes) + promised
+        for group, window in enumerate(groups.windows):
+            if window is not None:
+                read = max(0, seq.computed + 1 - window) // groups.block_size
+                assert groups.first_needed(group, seq.passed) <= read, "a block was given back too early"
+
     def _holders(self) -> Mapping[int, int]:
         holders: Counter[int] = Counter()
         for seq in {*self.running, *self.leaving}:
-            holders.update(seq.blocks)
+            holders.update(present(seq.blocks))
         return holders

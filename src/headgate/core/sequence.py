@@ -46,13 +46,16 @@ class Sequence:
 
     phase: Phase = Phase.WAITING
     row: int = -1
-    blocks: list[int] = field(default_factory=list)
-    own: int = 0  # blocks allocated for it since it was admitted; excludes those found in the cache
-    shown: int = 0  # blocks sent to the device; 0 means that the sequence has not joined a row yet
+    blocks: list[int] = field(default_factory=list)  # by stripes; see `protocol.groups`
+    stripes: int = 0  # leading stripes whose blocks were all allocated; windows may have passed some of them
+    found: int = 0  # leading stripes found in the cache
+    own: int = 0  # blocks that it holds and that were allocated for it; excludes those found in the cache
+    passed: int = 0  # position whose windows determined which blocks were given back
+    shown: int = 0  # stripes sent to the device; 0 means that the sequence has not joined a row yet
     computed: int = 0  # positions whose KV is written, or will be written by a launched step
     sampling: int = 0  # tokens sampled on the device that have not landed yet
     holds: int = 0  # launched steps and transfers that still use its blocks or row
-    published: int = 0  # leading blocks already offered to the prefix cache
+    published: int = 0  # leading stripes already offered to the prefix cache
     pure: bool = True  # all its KV belongs to the current weights, and may be published or exported
     ticket: Ticket | None = None  # names KV in another engine; valid for one fetch
     suspended: bool = False  # its client does not read; no more tokens are computed for now
@@ -104,7 +107,7 @@ class Sequence:
         return self.phase is Phase.WAITING and self.started_s is not None
 
     def keys(self, count: int, *, version: int, block_size: int) -> list[Key]:
-        """The cache keys of the first `count` blocks under weights `version`."""
+        """The cache keys of the first `count` stripes under weights `version`."""
         if self._keys_version != version:
             self._keys, self._keys_version = [], version
         keys = self._keys
@@ -129,5 +132,6 @@ class Sequence:
     def disown(self) -> None:
         """Reset all progress after the row and blocks were released, so that the tokens are computed again."""
         self.row, self.blocks, self.shown = -1, [], 0
+        self.stripes = self.found = self.own = self.passed = 0
         self.computed = self.sampling = self.published = 0
         self.pure = True

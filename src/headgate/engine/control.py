@@ -54,6 +54,7 @@ from headgate.protocol.command import (
     Wake,
     WeightChecksums,
 )
+from headgate.protocol.groups import present
 from headgate.protocol.output import Cause
 
 log = logging.getLogger(__name__)
@@ -413,7 +414,7 @@ class Control:
             phase="preempted" if seq.preempted else seq.phase.name.lower(),
             prompt_tokens=seq.prompt_len,
             output_tokens=seq.output_len,
-            blocks=len(seq.blocks),
+            blocks=len(present(seq.blocks)),
             age_s=self._scheduler.now_s - seq.arrived_s,
             priority=seq.request.priority,
         )

@@ -46,6 +46,7 @@ class Evidence(msgspec.Struct, frozen=True):
     max_rows: int
     vocab_size: int
     steps: list[RecordedStep]  # the last ones, oldest first
+    windows: tuple[int | None, ...] = (None,)  # of the groups of layers
 
 
 class StepRecorder:
@@ -96,6 +97,7 @@ class StepRecorder:
             max_rows=scheduler.limits.max_running,
             vocab_size=scheduler.limits.vocab_size,
             steps=list(self._steps),
+            windows=scheduler.pool.groups.windows,
         )
 
 

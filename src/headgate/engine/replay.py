@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
@@ -16,7 +17,7 @@ import msgspec
 
 from headgate.engine.evidence import Evidence, RecordedStep, read_evidence
 from headgate.protocol.plan import StepPlan
-from headgate.testing.device import FakeDevice, entry
+from headgate.testing.device import Entry, FakeDevice, expected_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Replayer:
         self.device = FakeDevice(
             *(evidence.num_blocks, evidence.block_size, evidence.max_rows, evidence.vocab_size),
             version=evidence.steps[0].plan.version if evidence.steps else 0,
+            windows=evidence.windows,
         )
         self.whole = bool(evidence.steps) and evidence.steps[0].plan.step == 0  # no earlier plans are missing
 
@@ -139,7 +141,7 @@ class Replayer:
             raise Inconsistent(f"row {number} has nothing to compute")
         if end > len(row.tokens):
             raise Inconsistent(f"row {number} computes to position {end} and has {len(row.tokens)} tokens")
-        if end > len(row.blocks) * self.evidence.block_size:
+        if end > len(row.blocks) // len(self.device.groups) * self.evidence.block_size:
             raise Inconsistent(f"row {number} computes to position {end} and has {len(row.blocks)} blocks")
         if plan.samples[i] and end != len(row.tokens):
             raise Inconsistent(f"row {number} samples after position {end} of {len(row.tokens)}")
@@ -148,35 +150,42 @@ class Replayer:
         """Assume that KV is correct if a slice reads it, no recorded plan wrote it, and an earlier plan may have."""
         size = self.evidence.block_size
         for i in known:
-            row, before = self.rows[plan.rows[i]], 0
-            for position in range(plan.starts[i]):
-                block, place = row.blocks[position // size], position % size
-                if self.device.kv[block][place] == -1 and self._may_be_filled(block):
-                    self.device.kv[block][place] = entry(before, row.tokens[position], plan.version)
-                before = self.device.kv[block][place]
+            for position, block, correct in self._visible(plan, i, plan.starts[i]):
+                if self.device.kv[block][position % size] == -1 and self._may_be_filled(block):
+                    self.device.kv[block][position % size] = correct
+
+    def _visible(self, plan: StepPlan, i: int, stop: int) -> Iterator[tuple[int, int, Entry]]:
+        """The positions before `stop` that a slice reads, each with its block and the correct entry."""
+        row, size, groups = self.rows[plan.rows[i]], self.evidence.block_size, self.device.groups
+        for group, window in enumerate(groups.windows):
+            correct = expected_entries(row.tokens[:stop], plan.version, group, window)
+            first = 0 if window is None else max(0, plan.starts[i] - window + 1)
+            for position in range(first, stop):
+                yield position, row.blocks[position // size * len(groups) + group], correct[position]
 
     def _may_be_filled(self, block: int) -> bool:
         return block not in self.writers and (not self.whole or block in self.filled)
 
     def _note_writes(self, plan: StepPlan, i: int) -> None:
-        size, row = self.evidence.block_size, self.rows[plan.rows[i]]
+        size, count, row = self.evidence.block_size, len(self.device.groups), self.rows[plan.rows[i]]
         for position in range(plan.starts[i], plan.starts[i] + plan.counts[i]):
-            self.writers[row.blocks[position // size]] = plan.rows[i], plan.step
+            stripe = position // size * count
+            for block in row.blocks[stripe : stripe + count]:
+                self.writers[block] = plan.rows[i], plan.step
 
     def _check_reads(self, plan: StepPlan, i: int) -> None:
         number, end = plan.rows[i], plan.starts[i] + plan.counts[i]
-        row, size, before = self.rows[number], self.evidence.block_size, 0
-        for position, found in enumerate(self.device.read(number, end)):
-            block = row.blocks[position // size]
+        row, size = self.rows[number], self.evidence.block_size
+        for position, block, correct in self._visible(plan, i, end):
+            found = self.device.kv[block][position % size]
             if found == -1:
                 raise Inconsistent(
                     f"row {number} reads position {position} in block {block}, which was never written"
                 )
-            if not row.mixed and found != entry(before, row.tokens[position], plan.version):
+            if not row.mixed and found != correct:
                 raise Inconsistent(
                     f"row {number} reads position {position} in block {block}{self._written_by(block)}"
                 )
-            before = found
 
     def _written_by(self, block: int) -> str:
         if block not in self.writers:

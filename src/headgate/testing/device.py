@@ -13,8 +13,9 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 
+from headgate.protocol.groups import LayerGroups
 from headgate.protocol.plan import Logprobs, RoutedExperts, StepPlan, StepResult
 
 Entry = int
@@ -23,6 +24,13 @@ Entry = int
 def entry(before: Entry, token: int, version: int) -> Entry:
     """Return the KV entry of a token, given the previous entry."""
     return hash((before, token, version))
+
+
+def next_entry(before: Sequence[Entry], token: int, version: int, group: int, window: int | None) -> Entry:
+    """Return the entry after those of `before` in a group of layers. It depends on all that the window shows."""
+    if window is None:
+        return entry(before[-1] if before else group, token, version)
+    return entry(hash((group, *before[max(0, len(before) - window + 1) :])), token, version)
 
 
 def choose(entries: Sequence[Entry], vocab_size: int) -> int:
@@ -34,20 +42,38 @@ def score(before: Entry, token: int) -> Logprobs:
     return Logprobs(-float(hash((before, token)) % 1000))
 
 
-def expected_entries(tokens: Sequence[int], version: int) -> list[Entry]:
+def expected_entries(tokens: Sequence[int], version: int, group: int = 0, window: int | None = None) -> list[Entry]:
     entries: list[Entry] = []
     for token in tokens:
-        entries.append(entry(entries[-1] if entries else 0, token, version))
+        entries.append(next_entry(entries, token, version, group, window))
     return entries
 
 
-def expected_token(tokens: Sequence[int], version: int, vocab_size: int) -> int:
+def expected_token(
+    tokens: Sequence[int], version: int, vocab_size: int, windows: Sequence[int | None] = (None,)
+) -> int:
     """Return the token that a correct engine with weights `version` samples after `tokens`."""
-    return choose(expected_entries(tokens, version), vocab_size)
+    kv = [expected_entries(tokens, version, *group) for group in enumerate(windows)]
+    return choose(visible(kv, windows), vocab_size)
+
+
+def visible(kv: Sequence[list[Entry]], windows: Sequence[int | None]) -> list[Entry]:
+    """The entries that the windows of the groups show after those in `kv`."""
+    shown = (entries[0 if window is None else -window :] for entries, window in zip(kv, windows, strict=True))
+    return list(chain.from_iterable(shown))
 
 
 class FakeDevice:
-    def __init__(self, num_blocks: int, block_size: int, max_rows: int, vocab_size: int, version: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        vocab_size: int,
+        version: int = 0,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        self.groups = LayerGroups(block_size, windows)
         self.version = version
         self.vocab_size = vocab_size
         self.block_size = block_size
@@ -92,34 +118,45 @@ class FakeDevice:
         """Replace sampled tokens with those of another device."""
         self._tokens[row][position:] = tokens
 
-    def read(self, row: int, stop: int) -> list[Entry]:
-        table, size = self._tables[row], self.block_size
-        return [self.kv[table[position // size]][position % size] for position in range(stop)]
+    def read(self, row: int, group: int, start: int, stop: int) -> list[Entry]:
+        """The entries of a group of layers, through the row's block table."""
+        table, size, count = self._tables[row], self.block_size, len(self.groups)
+        return [self.kv[table[position // size * count + group]][position % size] for position in range(start, stop)]
+
+    def read_visible(self, row: int, group: int, stop: int) -> list[Entry]:
+        """The entries that the window of a group shows to the token at `stop - 1`."""
+        window = self.groups.windows[group]
+        return self.read(row, group, 0 if window is None else max(0, stop - window), stop)
 
     def _write(self, row: int, start: int, count: int) -> None:
         assert count > 0, "a slice with nothing to compute has nothing to sample from"
         table, tokens, size = self._tables[row], self._tokens[row], self.block_size
         for position in range(start, start + count):
-            # Read through the block table: another sequence may have written the previous entry.
-            before = self.kv[table[(position - 1) // size]][(position - 1) % size] if position else 0
-            self.kv[table[position // size]][position % size] = entry(before, tokens[position], self.version)
+            for group, window in enumerate(self.groups.windows):
+                # Read through the block table: another sequence may have written the previous entries.
+                seen = 1 if window is None else window - 1
+                before = self.read(row, group, max(0, position - seen), position)
+                block = table[position // size * len(self.groups) + group]
+                self.kv[block][position % size] = next_entry(before, tokens[position], self.version, group, window)
 
     def _sample(self, plan: StepPlan, lengths: Iterator[int]) -> list[int]:
         sampled = []
         for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             if samples:
                 end = start + count
-                tokens = self._choose_run(row, self.read(row, end), next(lengths))
+                kv = [self.read_visible(row, group, end) for group in range(len(self.groups))]
+                tokens = self._choose_run(row, kv, next(lengths))
                 self.write_tokens(row, end, tokens)
                 sampled += tokens
         return sampled
 
-    def _choose_run(self, row: int, entries: list[Entry], length: int) -> list[int]:
-        """Return the next tokens after `entries`. Their KV is not written here; later slices compute it."""
+    def _choose_run(self, row: int, kv: list[list[Entry]], length: int) -> list[int]:
+        """Return the next tokens after `kv`. Their KV is not written here; later slices compute it."""
         tokens: list[int] = []
         for _ in range(length):
-            tokens.append(self._choose(row, entries))
-            entries.append(entry(entries[-1], tokens[-1], self.version))
+            tokens.append(self._choose(row, visible(kv, self.groups.windows)))
+            for group, window in enumerate(self.groups.windows):
+                kv[group].append(next_entry(kv[group], tokens[-1], self.version, group, window))
         return tokens
 
     def _choose(self, row: int, entries: list[Entry]) -> int:
@@ -130,8 +167,8 @@ class FakeDevice:
         for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
             first, stop = max(start + 1, self._scored[row].start), min(start + count + 1, self._scored[row].stop)
             if first < stop:
-                entries, tokens = self.read(row, stop - 1), self._tokens[row]
-                scores[i] = tuple(score(entries[p - 1], tokens[p]) for p in range(first, stop))
+                entries, tokens = self.read(row, 0, first - 1, stop - 1), self._tokens[row]
+                scores[i] = tuple(map(score, entries, tokens[first:stop]))
         return scores
 
     def _report_routed(self, plan: StepPlan) -> dict[int, RoutedExperts]:
@@ -140,6 +177,6 @@ class FakeDevice:
         for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
             first, end = self._routed.get(row), start + count
             if first is not None and first < end:
-                routed[i] = RoutedExperts(first, array("q", self.read(row, end)[first:]).tobytes())
+                routed[i] = RoutedExperts(first, array("q", self.read(row, 0, first, end)).tobytes())
                 self._routed[row] = end
         return routed
