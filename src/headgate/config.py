@@ -42,7 +42,9 @@ class EngineConfig:
     max_context: int | None = None  # tokens of prompt and answer together
     max_running: int = 256  # sequences running at once
     max_batch_tokens: int | None = None  # tokens computed in one step
-    kv_blocks: int | None = None  # size of the KV cache in blocks; None: as many as fit
+    kv_blocks: int | None = (
+        None  # size of the KV cache in blocks of `block_size` tokens of all layers; None: what fits
+    )
     block_size: int = 32  # tokens per KV block
     memory_fraction: float = 0.5  # share of the memory left free by the weights that is used for KV
     run_ahead: int | None = None  # steps queued on the device at once

@@ -55,14 +55,25 @@ def open_runner(folder, graphed, keeps_experts=False):
     heads = Heads(spec.heads, spec.kv_heads, spec.head_dim)
     model = Decoder(spec, TritonBackend(torch.device("cpu"), torch.float32, heads))
     load_weights(model, SafetensorsFolder(folder))
-    rows = Rows(max_rows=6, max_context=CONTEXT, block_size=BLOCK_SIZE, vocab_size=spec.vocab)
-    kv = model.allocate_kv(24, BLOCK_SIZE)
-    record = new_record(routed_shape(spec), 24, BLOCK_SIZE, torch.device("cpu")) if keeps_experts else None
+    groups = len(spec.kv_layout.windows)
+    rows = Rows(max_rows=6, max_context=CONTEXT, block_size=BLOCK_SIZE, vocab_size=spec.vocab, groups=groups)
+    kv = model.allocate_kv(24 * groups, BLOCK_SIZE)
+    record = new_record(routed_shape(spec), 24 * groups, BLOCK_SIZE, torch.device("cpu")) if keeps_experts else None
     if record is not None:
         model.record_experts(record)
     graphs = StepGraphs(model, kv, rows, max_tokens=64, prompts=True, record=do_again) if graphed else None
     routed = None if record is None else RoutedReader(record, rows)
     return ModelRunner(model, kv, rows, max_tokens=64, graphs=graphs, routed=routed)
+
+
+def striped(plan, groups):
+    """`plan` for a model with several groups of layers, each of which has a block where there was one."""
+
+    def stripes(blocks):
+        return tuple(block * groups + group for block in blocks for group in range(groups))
+
+    joins = tuple(structs.replace(join, blocks=stripes(join.blocks)) for join in plan.joins)
+    return structs.replace(plan, joins=joins, grown=tuple((row, stripes(blocks)) for row, blocks in plan.grown))
 
 
 def generate(runner, steps):
@@ -74,7 +85,8 @@ def generate(runner, steps):
     *early, late = texts
     joins = tuple(text.join() for text in early)
     first = step_plan(0, [text.advance(len(text.prompt), True) for text in early], joins=joins)
-    found = [runner.run(first).tokens]
+    groups = runner.rows.groups
+    found = [runner.run(striped(first, groups)).tokens]
     # The last prompt is computed in two parts, while the others continue.
     for step, (count, samples) in enumerate(((9, False), (len(late.prompt) - 9, True)), 1):
         slices = [
@@ -84,11 +96,11 @@ def generate(runner, steps):
         ]
         grown = tuple(each for text in (early if step == 1 else texts) for each in text.grown())
         plan = step_plan(step, slices, joins=(late.join(),) if step == 1 else (), grown=grown)
-        found.append(runner.run(plan).tokens)
+        found.append(runner.run(striped(plan, groups)).tokens)
     for step in range(3, steps):
         slices = [text.advance(1, True) for text in texts]
         grown = tuple(each for text in texts for each in text.grown())
-        found.append(runner.run(step_plan(step, slices, grown=grown)).tokens)
+        found.append(runner.run(striped(step_plan(step, slices, grown=grown), groups)).tokens)
     return found
 
 
@@ -100,6 +112,16 @@ def test_graphs_give_the_tokens_of_steps_without_graphs(folder):
     # Texts of 14 to 16 tokens, then of 3 + 9 and 3 + 8, then single ones.
     assert [*graphed._graphs.mixed._captured] == [64, 32]
     assert [*graphed._graphs.decode._captured] == [(4, 1024)]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_graphs_use_the_block_tables_of_each_group_of_layers(tmp_path):
+    shape = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
+    windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    folder = tiny_model(tmp_path, "qwen3", tokenizer=False, **shape, **windows)
+    graphed, plain = (open_runner(folder, graphed) for graphed in (True, False))
+    assert graphed.rows.groups == 2
+    assert generate(graphed, 5) == generate(plain, 5)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

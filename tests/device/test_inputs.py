@@ -118,7 +118,20 @@ def test_tables_grow_at_their_end():
     rows.apply(step_plan(0, [], joins=(Join(1, (1, 2), 2, GREEDY, (8,)),)))
     rows.apply(step_plan(1, [], grown=((1, (5, 3)),)))
     rows.apply(step_plan(2, [], grown=((1, (6,)),)))
-    assert rows.tables[1].tolist() == [8, 5, 3, 6]
+    assert rows.tables[0, 1].tolist() == [8, 5, 3, 6]
+
+
+def test_each_group_of_layers_has_tables_and_slots_of_its_own():
+    rows = Rows(max_rows=2, max_context=16, block_size=4, vocab_size=10, groups=2)
+    inputs = Inputs(rows, max_tokens=8)
+    plan = step_plan(0, [(1, 0, 6, True)], joins=(Join(1, tuple(range(6)), 6, GREEDY, (7, 3, 5, 2)),))
+    rows.apply(plan)
+    rows.apply(step_plan(1, [], grown=((1, (6, 9)),)))
+    assert rows.tables[:, 1, :3].tolist() == [[7, 5, 6], [3, 2, 9]]
+    batch = inputs.gather(inputs.lay_out(plan))
+    assert [part.block_tables.tolist() for part in batch.groups] == [[[7, 5]], [[3, 2]]]
+    assert [part.slots.tolist() for part in batch.groups] == [[28, 29, 30, 31, 20, 21], [12, 13, 14, 15, 8, 9]]
+    assert all(part.tokens.tolist() == list(range(6)) for part in batch.groups)
 
 
 def test_a_new_sequence_overwrites_its_row():
@@ -127,7 +140,7 @@ def test_a_new_sequence_overwrites_its_row():
     rows.apply(step_plan(0, [], joins=(Join(0, (1,) * 9, 9, first, (1, 2, 3)),)))
     rows.apply(step_plan(1, [], joins=(Join(0, (5, 6), 2, GREEDY, (7,)),), grown=((0, (9,)),)))
     assert rows.tokens[0, :2].tolist() == [5, 6]
-    assert rows.tables[0, :2].tolist() == [7, 9]
+    assert rows.tables[0, 0, :2].tolist() == [7, 9]
     assert not rows.sampling[0]["biased"]
     assert rows.sampling[0]["logprobs"] == -1
     assert not len(rows.stop_ids[0])
@@ -144,5 +157,5 @@ def test_a_row_has_the_number_of_its_adapter():
 
 def test_a_table_never_grows_into_the_next_row():
     rows = Rows(max_rows=2, max_context=16, block_size=4, vocab_size=10)
-    with pytest.raises(AssertionError, match="row 0 has 5 blocks; its table holds 4"):
+    with pytest.raises(AssertionError, match="row 0 has 5 stripes of blocks; its tables hold 4"):
         rows.apply(step_plan(0, [], joins=(Join(0, (1,), 1, GREEDY, (1, 2, 3, 4, 5)),)))

@@ -50,7 +50,7 @@ def test_other_sequences_in_the_batch_do_not_change_a_bit(model):
 
 
 def test_a_prefix_hit_does_not_change_a_bit(model):
-    pages = Pages(model)
+    pages = Pages(model, cached=True)
     whole = pages.step({"a": TOKENS})["a"]
     pages.share("b", "a", num_blocks=3)
     assert torch.equal(pages.step({"b": TOKENS[3 * BLOCK_SIZE :]})["b"], whole[3 * BLOCK_SIZE :])

@@ -43,8 +43,10 @@ def test_60_tokens_are_those_of_transformers_preempted_cached_resumed_and_update
     with LLM(old, dtype="float32", **CROWDED) as llm:
         assert answers(llm, asked, [GREEDY] * 8) == expected, "in chunks, preempted"
         assert answers(llm, asked, [GREEDY] * 8) == expected, "prompts cached"
-        counters = llm.engine.scheduler.counters
-        assert counters.preemptions > 0 and counters.cached_tokens > 0
+        scheduler = llm.engine.scheduler
+        # Attention windows give blocks back, so models with windows are not crowded here.
+        assert (scheduler.counters.preemptions > 0) != scheduler.pool.groups.windowed
+        assert scheduler.counters.cached_tokens > 0
         for split in range(1, COUNT):
             answer = expected[split % 8]
             assert resume(llm, asked[split % 8], GREEDY, answer[:split]) == answer[split:], f"resumed after {split}"

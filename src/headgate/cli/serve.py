@@ -273,7 +273,11 @@ def announce(ready: ServerReady) -> None:
             "dtype": info.dtype,
             "backend": info.backend,
         }
-        fields |= {"kv_blocks": info.num_blocks, "max_context": info.max_context, "replicas": config.replicas}
+        fields |= {
+            "kv_blocks": info.num_blocks // info.groups,
+            "max_context": info.max_context,
+            "replicas": config.replicas,
+        }
         log.info("ready", extra={"fields": fields})
     else:
         print(ready_block(ready), flush=True)
@@ -283,12 +287,11 @@ def announce(ready: ServerReady) -> None:
 
 def ready_block(ready: ServerReady) -> str:
     config, info = ready.config, ready.info
-    kv_tokens = info.num_blocks * info.block_size
     engines = f"{config.replicas}, each" + (f" of {info.ranks} ranks" if info.ranks > 1 else "")
     lines = {
         "model": f"{config.model_name} ({info.dtype}, {info.backend} backend on {info.device})",
         "context": f"{info.max_context} tokens",
-        "KV cache": f"{info.num_blocks} blocks of {info.block_size} tokens: {kv_tokens} tokens per engine",
+        "KV cache": f"{info.num_blocks} blocks of {info.block_size} tokens: {info.kv_tokens} tokens per engine",
         "engines": f"{engines} with up to {info.max_running} answers at once; {config.max_queue} may wait",
         "listening": f"{ready.url} (API description: {ready.url}/openapi.json)",
         "dashboard": f"{ready.url}/dashboard",

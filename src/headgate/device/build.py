@@ -34,6 +34,7 @@ from headgate.layers.backend import KV, Fp8
 from headgate.model_store.gguf import hub_config, read_gguf
 from headgate.models import Config, ModelSpec, Network, build_model, read_spec, refuse_uneven, spec_of
 from headgate.protocol.command import FileSource, Source, StagedSource
+from headgate.protocol.groups import LayerGroups
 from headgate.protocol.plan import RoutedShape
 from headgate.text.tokenizer import load_tokenizer
 from headgate.transfer.transport import BlockMemory
@@ -65,6 +66,7 @@ class Device:
     backend: str
     dtype: str
     num_blocks: int
+    windows: tuple[int | None, ...]  # of the groups of layers that share KV blocks
     max_context: int
     max_batch_tokens: int
     run_ahead: int
@@ -108,9 +110,10 @@ def build_rank_zero(
         log.info(
             "the checkpoint is quantised (%s), in %.1f bits per parameter", spec.quantisation, bits_of(path, spec)
         )
-    num_blocks, max_context = size_kv(model, parallelism.least(free_bytes(parallelism.device)), config)
     on_gpu = parallelism.device.type == "cuda"
     max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
+    free = parallelism.least(free_bytes(parallelism.device))
+    num_blocks, max_context = size_kv(model, free, config, max_batch_tokens)
     sizes = KvSizes(num_blocks, max_context, max_batch_tokens)
     runner = build_runner(loaded, config, sizes, parallelism, grammars.result())
     executor = parallelism.executor(runner, sizes)
@@ -134,6 +137,7 @@ def build_rank_zero(
         backend=model.backend.name,
         dtype=str(model.backend.dtype).removeprefix("torch."),
         num_blocks=num_blocks,
+        windows=kv_windows(model.spec, config),
         max_context=max_context,
         max_batch_tokens=max_batch_tokens,
         run_ahead=config.run_ahead or (GPU_RUN_AHEAD if on_gpu else CPU_RUN_AHEAD),
@@ -199,6 +203,7 @@ def build_runner(
         max_rows=config.max_running,
         max_context=sizes.max_context,
         block_size=config.block_size,
+        groups=len(spec.kv_layout.windows),
         vocab_size=spec.vocab,
         eos_ids=spec.eos_ids,
         device=parallelism.device,
@@ -264,8 +269,10 @@ def bits_of(path: Path, spec: ModelSpec) -> float:
 
 
 def kv_name(path: Path, spec: ModelSpec) -> str:
-    """Name what the numbers in a KV block depend on: the checkpoint, and how its positions are encoded."""
-    return fingerprint(weight_files(path)) + (", long angles" if spec.has_long_angles else "")
+    """Name what a KV block contains: of which checkpoint, of which layers, and how positions are encoded."""
+    windows = spec.kv_layout.windows
+    grouped = f", windows {windows}" if windows != (None,) else ""
+    return fingerprint(weight_files(path)) + grouped + (", long angles" if spec.has_long_angles else "")
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -306,27 +313,35 @@ def read_grammars(path: Path, spec: ModelSpec) -> Grammars | None:
     return None if vocabulary is None else Grammars(vocabulary)
 
 
-def size_kv(model: Network, free: int, config: EngineConfig) -> tuple[int, int]:
+def kv_windows(spec: ModelSpec, config: EngineConfig) -> tuple[int | None, ...]:
+    """The windows of the groups of layers, which decide when blocks are given back."""
+    first, *others = spec.kv_layout.windows
+    # The experts of tokens are kept by the blocks of the first group, also of tokens that its window has passed.
+    return (None if config.routed_experts else first, *others)
+
+
+def size_kv(model: Network, free: int, config: EngineConfig, max_batch_tokens: int) -> tuple[int, int]:
     """Return how many blocks to allocate when `free` bytes are available, and the longest context that fits in them."""
     most = model.spec.max_positions
     wanted = config.max_context or most
     if wanted > most:
         raise RequestError(f"max_context is {wanted}; this model takes at most {most} tokens")
     usable = int(free * config.memory_fraction)
+    groups = LayerGroups(config.block_size, kv_windows(model.spec, config))
     block_bytes = model.kv_bytes_per_block(config.block_size)
     if config.routed_experts and (shape := routed_shape(model.spec)):
         block_bytes += shape.token_bytes * config.block_size
-    enough = -(-wanted // config.block_size) * config.max_running
-    num_blocks = config.kv_blocks or min(usable // block_bytes, enough)
+    enough = groups.stripes_for(wanted) * len(groups) * config.max_running
+    num_blocks = (config.kv_blocks or 0) * len(groups) or min(usable // block_bytes, enough)
     if num_blocks * block_bytes > free:
         raise OutOfMemory(
             f"{num_blocks} KV blocks need {num_blocks * block_bytes / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free; "
             f"lower kv_blocks"
         )
-    fits = num_blocks * config.block_size
+    fits = groups.longest_context(num_blocks, max_batch_tokens, wanted)
     # A default context is reduced to what fits; a configured one is guaranteed or refused.
     if fits < (wanted if config.max_context else config.block_size):
-        need = -(-wanted // config.block_size) * block_bytes
+        need = groups.most_blocks(groups.stripes_for(wanted), max_batch_tokens) * block_bytes
         raise OutOfMemory(
             f"a context of {wanted} tokens needs {need / GIB:.2f} GiB of KV cache, and there is room for {fits} tokens "
             f"({num_blocks * block_bytes / GIB:.2f} GiB); lower max_context, or raise kv_blocks or memory_fraction"

@@ -32,7 +32,7 @@ from headgate.device.rows import Records, Rows, upload
 from headgate.device.sampling.draw import stream_keys
 from headgate.device.sampling.logprobs import score_factors
 from headgate.layers.backend import KV
-from headgate.layers.batch import Batch
+from headgate.layers.batch import Batch, of_groups
 from headgate.layers.triton.draw import Finalists
 from headgate.layers.triton.launch import compiled_at_once
 from headgate.layers.triton.step import (
@@ -96,7 +96,7 @@ class StepGraphs:
         record: Record | None = None,
     ) -> None:
         self._model, self._kv = model, kv
-        self._largest = padding(rows, max_tokens)
+        self._rows, self._max_tokens = rows, max_tokens
         record = record or GraphRecorder()
         most = min(max_tokens, int(HIDDEN_WORK / work_per_token(model)))
         self.decode = DecodeGraphs(model, kv, rows, record)
@@ -110,7 +110,7 @@ class StepGraphs:
         with compiled_at_once():
             # Compile the kernels of steps that do not run as graphs, too.
             for singles in (False, True):
-                self._model(replace(self._largest, singles=singles), self._kv)
+                self._model(padding(self._rows, self._max_tokens, singles=singles), self._kv)
             count = sum(graphs.rehearse_usual() for graphs in all_graphs)
         compiled = time.perf_counter()
         for graphs in all_graphs:
@@ -207,9 +207,10 @@ class DecodeGraphs(Graphs[tuple[int, int]]):
         columns[-1].copy_(torch.arange(size))
 
         def step() -> torch.Tensor:
-            open_step(columns, paging, batch, draw_inputs)
+            for tables, part in zip(paging, batch.groups or (batch,), strict=True):
+                open_step(columns, tables, part, draw_inputs)
             logits = self._model.logits(self._model(batch, self._kv))
-            close_step(columns, paging, logits, draw_inputs, buffers.finalists, tokens, logprobs)
+            close_step(columns, paging[0], logits, draw_inputs, buffers.finalists, tokens, logprobs)
             return logits
 
         return Prepared(step, columns, tokens, logprobs)
@@ -262,10 +263,11 @@ class MixedGraphs(Graphs[int]):
         columns[-1].copy_(torch.arange(slices))
 
         def step() -> torch.Tensor:
-            open_mixed_step(columns, buffers.paging, batch, draw_inputs, last)
+            for tables, part in zip(buffers.paging, batch.groups or (batch,), strict=True):
+                open_mixed_step(columns, tables, part, draw_inputs, last)
             logits = self._model.logits(self._model(batch, self._kv).index_select(0, last))
             closing = columns[CLOSING_COLUMN:]
-            close_step(closing, buffers.paging, logits, draw_inputs, buffers.finalists, tokens, logprobs)
+            close_step(closing, buffers.paging[0], logits, draw_inputs, buffers.finalists, tokens, logprobs)
             return logits
 
         return Prepared(step, columns, tokens, logprobs)
@@ -309,30 +311,35 @@ class Buffers:
     """Buffers shared by graphs of all sizes, because only one of them runs at a time."""
 
     def __init__(self, rows: Rows) -> None:
-        self.paging = Paging(rows.tokens, rows.tables, rows.block_size)
+        self.paging = [Paging(rows.tokens, tables, rows.block_size) for tables in rows.tables]  # of each group
         device, most = rows.tokens.device, rows.max_rows
         self.columns = torch.full((COLUMNS * most,), -1, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self.finalists = Finalists(most, rows.vocab_size, device)
-        self._ids, self._positions, self._slots, self._keys = torch.zeros(
-            4, most, dtype=torch.int64, device=device
-        ).unbind()
+        self._ids, self._positions, self._keys = torch.zeros(3, most, dtype=torch.int64, device=device).unbind()
+        self._slots = torch.zeros(rows.groups, most, dtype=torch.int64, device=device)
         self._temperatures, self._factors, self.logprobs = torch.zeros(3, most, device=device).unbind()
         self._contexts, self._order = torch.zeros(2, most, dtype=torch.int32, device=device).unbind()
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most, rows.tables.shape[1], dtype=torch.int32, device=device)
+        self._tables = torch.zeros(rows.groups, most, rows.tables.shape[2], dtype=torch.int32, device=device)
 
     def batch(self, size: int, max_context: int) -> Batch:
-        return Batch(
+        batch = Batch(
             tokens=self._ids[:size],
             positions=self._positions[:size],
-            slots=self._slots[:size],
+            slots=self._slots[0, :size],
             query_starts=self._starts[: size + 1],
             context_lens=self._contexts[:size],
-            block_tables=self._tables[:size],
+            block_tables=self._tables[0, :size],
             max_query=1,
             max_context=max_context,
             order=self._order[:size],
+        )
+        return of_groups(
+            [
+                replace(batch, slots=slots[:size], block_tables=tables[:size])
+                for slots, tables in zip(self._slots, self._tables, strict=True)
+            ]
         )
 
     def draw_inputs(self, size: int) -> DrawInputs:
@@ -341,50 +348,59 @@ class Buffers:
 
 class MixedBuffers:
     def __init__(self, rows: Rows, most: int) -> None:
-        self.paging = Paging(rows.tokens, rows.tables, rows.block_size)
+        self.paging = [Paging(rows.tokens, tables, rows.block_size) for tables in rows.tables]  # of each group
         device, slices = rows.tokens.device, min(most, rows.max_rows)
         self.columns = torch.full((MIXED_COLUMNS * slices,), -1, dtype=torch.int64, device=device)
         self.last, self.tokens, self._keys = torch.zeros(3, slices, dtype=torch.int64, device=device).unbind()
         self.finalists = Finalists(slices, rows.vocab_size, device)
-        self._ids, self._positions, self._slots = torch.zeros(3, most, dtype=torch.int64, device=device).unbind()
+        self._ids, self._positions = torch.zeros(2, most, dtype=torch.int64, device=device).unbind()
+        self._slots = torch.zeros(rows.groups, most, dtype=torch.int64, device=device)
         self._temperatures, self._factors, self.logprobs = torch.zeros(3, slices, device=device).unbind()
         self._contexts, self._order = torch.zeros(2, slices, dtype=torch.int32, device=device).unbind()
         self._starts = torch.zeros(slices + 1, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(slices, rows.tables.shape[1], dtype=torch.int32, device=device)
+        self._tables = torch.zeros(rows.groups, slices, rows.tables.shape[2], dtype=torch.int32, device=device)
         self._max_context = rows.max_context
 
     def batch(self, size: int, slices: int) -> Batch:
-        return Batch(
+        batch = Batch(
             tokens=self._ids[:size],
             positions=self._positions[:size],
-            slots=self._slots[:size],
+            slots=self._slots[0, :size],
             query_starts=self._starts[: slices + 1],
             context_lens=self._contexts[:slices],
-            block_tables=self._tables[:slices],
+            block_tables=self._tables[0, :slices],
             max_query=size,
             max_context=self._max_context,
             order=self._order[:slices],
             singles=True,
+        )
+        return of_groups(
+            [
+                replace(batch, slots=slots[:size], block_tables=tables[:slices])
+                for slots, tables in zip(self._slots, self._tables, strict=True)
+            ]
         )
 
     def draw_inputs(self, slices: int) -> DrawInputs:
         return DrawInputs(self._temperatures[:slices], self._keys[:slices], self._factors[:slices])
 
 
-def padding(rows: Rows, tokens: int) -> Batch:
+def padding(rows: Rows, tokens: int, *, singles: bool) -> Batch:
     """A batch of `tokens` padding tokens, which belong to no sequence."""
     device, slices = rows.tokens.device, min(tokens, rows.max_rows)
     nothing = torch.zeros(tokens, dtype=torch.int64, device=device)
-    return Batch(
+    batch = Batch(
         tokens=nothing,
         positions=nothing,
         slots=nothing - 1,
         query_starts=torch.zeros(slices + 1, dtype=torch.int32, device=device),
         context_lens=torch.zeros(slices, dtype=torch.int32, device=device),
-        block_tables=torch.zeros(slices, rows.tables.shape[1], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(slices, rows.tables.shape[2], dtype=torch.int32, device=device),
         max_query=tokens,
         max_context=rows.max_context,
+        singles=singles,
     )
+    return of_groups([batch] * rows.groups)
 
 
 def work_per_token(model: Model) -> int:

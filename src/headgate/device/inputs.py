@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from headgate.device.rows import Ints, Rows, pinned
-from headgate.layers.batch import Batch
+from headgate.layers.batch import Batch, of_groups
 from headgate.protocol.plan import StepPlan
 
 
@@ -47,9 +47,9 @@ class Inputs:
         self._slice_rows = _Staging(1, slices, torch.int64, device)
         self._per_slice = _Staging(2, slices + 1, torch.int32, device)
         self._tokens = torch.empty(max_tokens, dtype=torch.int64, device=device)
-        self._slots = torch.empty(max_tokens, dtype=torch.int64, device=device)
+        self._slots = torch.empty(rows.groups, max_tokens, dtype=torch.int64, device=device)
         self._gathered = torch.empty(max_tokens, dtype=torch.int32, device=device)
-        self._tables = torch.empty(slices * rows.tables.shape[1], dtype=torch.int32, device=device)
+        self._tables = torch.empty(rows.groups, slices * rows.tables.shape[2], dtype=torch.int32, device=device)
         self._counting: Ints = np.arange(max_tokens, dtype=np.int64)
 
     def lay_out(self, plan: StepPlan) -> Layout:
@@ -79,32 +79,41 @@ class Inputs:
 
     def gather(self, layout: Layout) -> Batch:
         """The device's part: read tokens and tables from the rows, as they are when the device runs this."""
-        T, S, block_size = layout.num_tokens, len(layout.rows), self._rows.block_size
+        T, S = layout.num_tokens, len(layout.rows)
         positions, token_index, table_index, offsets = self._per_token.upload(T)
         query_starts, context_lens = self._per_slice.upload(S + 1)
         (slice_rows,) = self._slice_rows.upload(S)
-        gathered, tokens, slots = self._gathered[:T], self._tokens[:T], self._slots[:T]
+        gathered, tokens = self._gathered[:T], self._tokens[:T]
 
         torch.index_select(self._rows.tokens.view(-1), 0, token_index, out=gathered)
         tokens.copy_(gathered)
-        torch.index_select(self._rows.tables.view(-1), 0, table_index, out=gathered)
-        slots.copy_(gathered)
-        slots.mul_(block_size).add_(offsets)
 
-        width = -(-layout.max_context // block_size)
-        tables = self._tables[: S * width].view(S, width)
-        torch.index_select(self._rows.tables[:, :width], 0, slice_rows, out=tables)
-        return Batch(
-            tokens=tokens,
-            positions=positions,
-            slots=slots,
-            query_starts=query_starts,
-            context_lens=context_lens[:S],
-            block_tables=tables,
-            max_query=layout.max_query,
-            max_context=layout.max_context,
-            singles=layout.singles,
-        )
+        def batch_of(group: int) -> Batch:
+            return Batch(
+                tokens=tokens,
+                positions=positions,
+                slots=self._gather_slots(group, table_index, offsets),
+                query_starts=query_starts,
+                context_lens=context_lens[:S],
+                block_tables=self._gather_tables(group, slice_rows, layout.max_context),
+                max_query=layout.max_query,
+                max_context=layout.max_context,
+                singles=layout.singles,
+            )
+
+        return of_groups([batch_of(group) for group in range(self._rows.groups)])
+
+    def _gather_slots(self, group: int, table_index: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        gathered, slots = self._gathered[: len(offsets)], self._slots[group, : len(offsets)]
+        torch.index_select(self._rows.tables[group].view(-1), 0, table_index, out=gathered)
+        slots.copy_(gathered)
+        return slots.mul_(self._rows.block_size).add_(offsets)
+
+    def _gather_tables(self, group: int, slice_rows: torch.Tensor, max_context: int) -> torch.Tensor:
+        S, width = len(slice_rows), -(-max_context // self._rows.block_size)
+        tables = self._tables[group, : S * width].view(S, width)
+        torch.index_select(self._rows.tables[group, :, :width], 0, slice_rows, out=tables)
+        return tables
 
     def _stage(self, layout: Layout, counts: Ints) -> None:
         T, S, rows = layout.num_tokens, len(layout.rows), self._rows
@@ -113,7 +122,7 @@ class Inputs:
         token_rows = np.repeat(layout.rows, counts)
         np.add(token_rows * rows.tokens.shape[1], positions, out=token_index)
         np.divmod(positions, rows.block_size, out=(table_index, offsets))
-        np.add(table_index, token_rows * rows.tables.shape[1], out=table_index)
+        np.add(table_index, token_rows * rows.tables.shape[2], out=table_index)
 
         query_starts, context_lens = self._per_slice.host(S + 1)
         query_starts[:] = layout.query_starts

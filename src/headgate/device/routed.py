@@ -86,7 +86,7 @@ class RoutedReader:
         return slices
 
     def _slots(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        tables, block_size = self._rows.tables, self._rows.block_size
+        tables, block_size = self._rows.tables[0], self._rows.block_size  # of the first group of layers
         index = to_device(rows * tables.shape[1] + positions // block_size, tables.device)
         blocks = tables.view(-1)[index].long()
         return blocks * block_size + to_device(positions % block_size, tables.device)

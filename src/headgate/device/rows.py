@@ -61,7 +61,10 @@ def pinned(host: torch.Tensor) -> torch.Tensor:
 
 
 class Rows:
-    """`max_rows` rows of up to `max_context` tokens, whose KV is in blocks of `block_size`."""
+    """`max_rows` rows of up to `max_context` tokens, whose KV is in blocks of `block_size`.
+
+    Layers are in `groups` groups, and each group has block tables of its own (see `protocol.groups`).
+    """
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class Rows:
         max_context: int,
         block_size: int,
         vocab_size: int,
+        groups: int = 1,
         eos_ids: tuple[int, ...] = (),
         adapters: tuple[str, ...] = (),
         device: torch.device | str = "cpu",
@@ -77,17 +81,19 @@ class Rows:
         self.max_rows = max_rows
         self.max_context = max_context
         self.block_size = block_size
+        self.groups = groups
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
         # One column more than the context: the last token of a full sequence is sampled but never computed.
         self.tokens = torch.zeros(max_rows, max_context + 1, dtype=torch.int32, device=device)
-        self.tables = torch.zeros(max_rows, -(-max_context // block_size), dtype=torch.int32, device=device)
+        stripes = -(-max_context // block_size)
+        self.tables = torch.zeros(groups, max_rows, stripes, dtype=torch.int32, device=device)
         self.sampling: Records = np.zeros(max_rows, dtype=RECORD)
         self.adapters: npt.NDArray[np.int32] = np.zeros(max_rows, dtype=np.int32)  # 0: the base model
         self.stop_ids: list[Ints] = [_NO_IDS] * max_rows
         self.bias: list[tuple[Ints, npt.NDArray[np.float32]]] = [(_NO_IDS, _NO_BIAS)] * max_rows
         self._adapter_numbers = {name: number for number, name in enumerate(("", *adapters))}
-        self._blocks = [0] * max_rows  # number of entries set in each table
+        self._stripes = [0] * max_rows  # number of entries set in each table of a row
 
     def apply(self, plan: StepPlan) -> None:
         """Set up the rows of sequences that join with this plan, and extend the tables that grow."""
@@ -109,15 +115,15 @@ class Rows:
         grown = np.full(len(plan.rows), -1, dtype=np.int64)
         place = {row: i for i, row in enumerate(plan.rows)} if plan.grown else {}
         in_place = all(
-            len(blocks) == 1 and plan.starts[place[row]] == self._blocks[row] * self.block_size
+            len(blocks) == 1 and plan.starts[place[row]] == self._stripes[row] * self.block_size
             for row, blocks in plan.grown
         )
-        if plan.joins or not in_place:
+        if plan.joins or not in_place:  # a stripe of several blocks is not added in place either
             self.apply(plan)
             return grown
         for row, (block,) in plan.grown:
             grown[place[row]] = block
-            self._blocks[row] += 1
+            self._stripes[row] += 1
         return grown
 
     def write_tokens(self, rows: Ints, positions: Ints, tokens: torch.Tensor) -> None:
@@ -131,7 +137,7 @@ class Rows:
         self.stop_ids[row] = self._known(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
         self.bias[row] = self._known_bias(params.logit_bias)
         self.adapters[row] = self._adapter_numbers[join.adapter]
-        self._blocks[row] = 0
+        self._stripes[row] = 0
 
     def _write_texts(self, plan: StepPlan) -> None:
         """Write the tokens to compute; those whose KV exists already only if penalties read them."""
@@ -158,16 +164,18 @@ class Rows:
         return ids, np.array([bias[token] for token in ids.tolist()], dtype=np.float32)
 
     def _extend_tables(self, added: list[tuple[int, tuple[int, ...]]]) -> None:
-        width = self.tables.shape[1]
+        groups, max_rows, width = self.tables.shape
         where: list[int] = []
         blocks: list[int] = []
         for row, new in added:
-            first = self._blocks[row]
-            self._blocks[row] = last = first + len(new)
+            first = self._stripes[row]
+            self._stripes[row] = last = first + len(new) // groups
             # Writing past the end of a table would overwrite the next row.
-            assert last <= width, f"row {row} has {last} blocks; its table holds {width}"
-            where.extend(range(row * width + first, row * width + last))
-            blocks.extend(new)
+            assert last <= width, f"row {row} has {last} stripes of blocks; its tables hold {width}"
+            for group in range(groups):
+                table = (group * max_rows + row) * width
+                where.extend(range(table + first, table + last))
+                blocks.extend(new[group::groups])
         index = to_device(np.array(where, dtype=np.int64), self.tables.device)
         entries = to_device(np.array(blocks, dtype=np.int32), self.tables.device)
         self.tables.view(-1).index_copy_(0, index, entries)

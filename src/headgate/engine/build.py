@@ -54,7 +54,7 @@ def build_engine(
     device = build_device(model, config, wanted)
     transport = open_transport(config, device.blocks)
     scheduler = Scheduler(
-        BlockPool(device.num_blocks, config.block_size),
+        BlockPool(device.num_blocks, config.block_size, device.windows),
         _scheduler_limits(config, device, transport),
         version=device.version,
         draw_lease_id=lambda: secrets.randbits(63),  # a lease id is a secret: any peer that knows it can fetch the KV
@@ -100,6 +100,7 @@ def _engine_info(config: EngineConfig, device: Device, scheduler: Scheduler) -> 
         eos_token_ids=device.spec.eos_ids,
         num_blocks=device.num_blocks,
         block_size=config.block_size,
+        groups=len(device.windows),
         max_running=config.max_running,
         device=device.device,
         backend=device.backend,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,4 +27,11 @@ class Batch:
     max_context: int  # longest context
     # [S] int32: slices sorted by context, longest first, so that no long slice starts last and delays the kernel
     order: torch.Tensor | None = None
+    # If layers are in several groups: this batch for the layers of each, with the slots and block tables of its blocks
+    groups: tuple[Batch, ...] = ()
     singles: bool = False  # there may be slices of one token among longer ones
+
+
+def of_groups(batches: Sequence[Batch]) -> Batch:
+    """One batch from those of all groups of layers, which differ only in their slots and block tables."""
+    return batches[0] if len(batches) == 1 else replace(batches[0], groups=tuple(batches))

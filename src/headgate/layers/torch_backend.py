@@ -141,8 +141,9 @@ class TorchBackend:
     def attention(self, q: torch.Tensor, kv: KV, batch: Batch, softmax: Softmax) -> torch.Tensor:
         out = torch.empty_like(q)
         for span in self.spans(batch):
-            k, v = gather(kv, span.blocks, span.end)
-            mask = visible(span, softmax.window, q.device)
+            first = span.first_visible(softmax.window, kv.k.shape[1])
+            k, v = gather(kv, span.blocks, first, span.end)
+            mask = visible(span, softmax.window, q.device)[:, first:]
             out[span.rows] = attend(q[span.rows], k, v, mask, softmax)
         return out.flatten(1)
 
@@ -190,6 +191,11 @@ class Span:
     blocks: torch.Tensor
     end: int
 
+    def first_visible(self, window: int | None, block_size: int) -> int:
+        """The start of the first block that a query sees. Those before it may belong to other sequences by now."""
+        first_query = self.end - (self.rows.stop - self.rows.start)
+        return 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
+
 
 def row_by_row(operation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Apply `operation` to each row separately, because the order of a library's sums may depend on the alignment."""
@@ -210,9 +216,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((x * cos + torch.cat((-second, first), dim=-1) * sin, rest), dim=-1)
 
 
-def gather(kv: KV, blocks: torch.Tensor, end: int) -> KV:
-    used = blocks[: -(-end // kv.k.shape[1])]
-    return KV(kv.k[used].flatten(0, 1)[:end], kv.v[used].flatten(0, 1)[:end])
+def gather(kv: KV, blocks: torch.Tensor, start: int, end: int) -> KV:
+    """The keys and values of positions `start` to `end - 1`; `start` is that of a block."""
+    size = kv.k.shape[1]
+    used = blocks[start // size : -(-end // size)]
+    return KV(kv.k[used].flatten(0, 1)[: end - start], kv.v[used].flatten(0, 1)[: end - start])
 
 
 def visible(span: Span, window: int | None, device: torch.device) -> torch.Tensor:

@@ -174,6 +174,8 @@ class Decoder:
         tables = {rope: tables_of(rope, spec, backend) for rope in spec.ropes}
         self.layers = [build_layer(spec, layer, backend, tables[spec.rope_of(layer)], ranks) for layer in spec.layers]
         self.norm = norm_of(spec, backend, spec.hidden)
+        layout = spec.kv_layout
+        self.places, self.caches = layout.places, layout.caches
         self.record: ExpertRecord | None = None
 
     def record_experts(self, record: ExpertRecord) -> None:
@@ -189,8 +191,9 @@ class Decoder:
         if self.multiplier != 1:
             hidden = hidden.mul_(self.multiplier)
         residual = torch.zeros_like(hidden)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            hidden = layer(hidden, residual, batch, layer_kv)
+        batches = batch.groups or (batch,)
+        for layer, (group, cache) in zip(self.layers, self.places, strict=True):
+            hidden = layer(hidden, residual, batches[group], kv[cache])
         if self.record is not None:
             self.record.write(batch.slots)
         return self.norm(hidden, residual)
@@ -204,11 +207,11 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
-        """Allocate the cache of each layer, in the backend's layout."""
-        return [self.backend.allocate_kv(num_blocks, block_size) for _ in self.layers]
+        """Allocate the caches of all layers, in the backend's layout."""
+        return [self.backend.allocate_kv(num_blocks, block_size) for _ in range(self.caches)]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        return len(self.layers) * self.backend.kv_bytes_per_block(block_size)
+        return self.caches * self.backend.kv_bytes_per_block(block_size)
 
     def parameters(self) -> Iterator[tuple[str, WeightParameter]]:
         yield from under("model.embed_tokens", self.embedding)

@@ -37,10 +37,10 @@ class Network(Model, Protocol):
     def backend(self) -> Backend: ...
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> list[KV]:
-        """Allocate the cache of each layer, in the backend's layout."""
+        """Allocate the caches that the layers share, in the backend's layout; see `kv_layout.py`."""
 
     def record_experts(self, record: ExpertRecord) -> None:
         """Write the experts of every token to `record`, from the next step on."""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes per block of all layers together."""
+        """Bytes per block, which has room for one group of layers."""

@@ -1,7 +1,7 @@
 """The spec of a decoder: everything that the network, the cache and the scheduler need to know about a checkpoint.
 
 Values that may differ between layers are in `LayerSpec`. The shape of attention is the same for the whole model,
-because the KV cache is a single pool of equal blocks.
+because the KV cache is a single pool of equal blocks (see `kv_layout.py` for how layers share them).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from headgate.errors import UnsupportedModel
 from headgate.layers.backend import Activation, ClampedGate, Routing
 from headgate.layers.rotary import LongScaling, Rope
+from headgate.models.kv_layout import KvLayout, kv_layout
 from headgate.models.quantisation import Quantisation
 
 
@@ -171,6 +172,12 @@ class ModelSpec:
         if not self.logits_divisor:
             raise UnsupportedModel("logits cannot be divided by zero")
         refuse_cap(self.logits_cap)
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """How layers share KV blocks. A window of the whole context is none."""
+        windows = [layer.attention.window for layer in self.layers]
+        return kv_layout([window if window and window < self.max_positions else None for window in windows])
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

@@ -78,6 +78,12 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     ranks: int = 1  # processes that compute the model together
     transfers_kv: bool = True  # it can fetch KV from other engines, and they from it
     routed: RoutedShape | None = None  # how it reports the experts of tokens; None: it does not keep them
+    groups: int = 1  # of layers: each takes a block for `block_size` tokens; see `protocol.groups`
+
+    @property
+    def kv_tokens(self) -> int:
+        """How many tokens all layers have room for. Attention windows need less, so sequences may have more in all."""
+        return self.num_blocks * self.block_size // self.groups
 
 
 class TransferCounts(msgspec.Struct, frozen=True, array_like=True):

@@ -36,7 +36,7 @@ async def server_info(request: Request) -> Response:
             "pp_size": 1,
             "ep_size": 1,
             "context_length": info.max_context,
-            "max_total_num_tokens": info.num_blocks * info.block_size,
+            "max_total_num_tokens": info.kv_tokens,
             "max_running_requests": info.max_running,
             "page_size": info.block_size,
             "dtype": info.dtype,
@@ -94,7 +94,7 @@ def _load(view: EngineView) -> dict[str, Any] | None:
         "dp_rank": view.index,
         "num_reqs": status.running + status.waiting,
         "num_waiting_reqs": status.waiting,
-        "num_tokens": status.held_blocks * view.info.block_size,
+        "num_tokens": status.held_blocks * view.info.block_size // view.info.groups,
         "ts_tic": time.perf_counter(),
     }
 
