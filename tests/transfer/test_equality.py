@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
+from headgate.models import read_spec
 from headgate.protocol.request import GenerateRequest
+from headgate.testing.tiny import tiny_model
 from tests.transfer.engines import Side, config, export, two_engines
 from tests.transfer.peers import TRANSPORTS
 
@@ -41,6 +44,18 @@ async def by_way_of(p: Side, d: Side, request: GenerateRequest) -> list[int]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_36_kv_from_another_engine_gives_the_same_tokens(model, backend, transport):
+    expect_the_same_tokens(model, backend, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_36_kv_of_layers_with_windows_gives_the_same_tokens(tmp_path, transport):
+    windows = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "num_hidden_layers": 2}
+    model = tiny_model(tmp_path, "qwen3", tokenizer=False, **windows)
+    assert read_spec(model).kv_layout.windows == (None, 40)
+    expect_the_same_tokens(model, "cpu", transport)
+
+
+def expect_the_same_tokens(model: Path, backend: str, transport: str) -> None:
     rng = random.Random(7)
     prompts = some_prompts(rng, 40)
 
