@@ -14,7 +14,7 @@ from typing import NamedTuple
 MOST_GROUPS = 8  # each is one more block table per sequence
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where the KV of a layer is."""
 
     group: int
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     windows: tuple[int | None, ...]  # of each group; None: its layers see everything
-    places: tuple[Place, ...]  # of each layer
+    places: tuple[LayerPlace, ...]  # of each layer
 
     @property
     def caches(self) -> int:
@@ -46,7 +46,7 @@ def kv_layout(windows: Sequence[int | None]) -> KvLayout:
     if len(groups) > MOST_GROUPS:
         groups = [(widest(windows), list(range(len(windows))))]
     places = {
-        layer: Place(group, cache) for group, (_, layers) in enumerate(groups) for cache, layer in enumerate(layers)
+        layer: LayerPlace(group, cache) for group, (_, layers) in enumerate(groups) for cache, layer in enumerate(layers)
     }
     return KvLayout(tuple(window for window, _ in groups), tuple(places[layer] for layer in range(len(windows))))
 
