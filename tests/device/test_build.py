@@ -13,9 +13,10 @@ import torch
 from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
 from headgate.device import build as build_module
-from headgate.device.build import Device, build_device
+from headgate.device.build import Device, build_device, kv_windows
 from headgate.device.memory import current
 from headgate.errors import OutOfMemory, RequestError
+from headgate.models import read_spec
 from headgate.testing.tiny import tiny_model
 from tests.device.fakes import Text, step_plan
 from tests.device.test_executor import tokens_of
@@ -88,3 +89,10 @@ def test_too_little_memory_for_the_configured_context_raises_an_error_with_advic
     monkeypatch.setattr(build_module, "free_bytes", lambda _device: 1000)
     with pytest.raises(OutOfMemory, match="lower max_context, or raise kv_blocks or memory_fraction"):
         tiny_worker(tmp_path, max_context=40)
+
+
+def test_a_group_whose_blocks_keep_experts_gives_none_back(tmp_path: Path):
+    windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "num_hidden_layers": 2}
+    spec = read_spec(tiny_model(tmp_path, "qwen3", tokenizer=False, **windows))
+    assert kv_windows(spec, EngineConfig()) == (7,)
+    assert kv_windows(spec, EngineConfig(routed_experts=True)) == (None,)

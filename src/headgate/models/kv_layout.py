@@ -46,7 +46,9 @@ def kv_layout(windows: Sequence[int | None]) -> KvLayout:
     if len(groups) > MOST_GROUPS:
         groups = [(widest(windows), list(range(len(windows))))]
     places = {
-        layer: LayerPlace(group, cache) for group, (_, layers) in enumerate(groups) for cache, layer in enumerate(layers)
+        layer: LayerPlace(group, cache)
+        for group, (_, layers) in enumerate(groups)
+        for cache, layer in enumerate(layers)
     }
     return KvLayout(tuple(window for window, _ in groups), tuple(places[layer] for layer in range(len(windows))))
 
