@@ -57,6 +57,8 @@ def test_sglangs_generate_returns_them_as_int32(server: LiveServer, expected: np
     np.testing.assert_array_equal(int32(meta["routed_experts"], expected), expected)
     later = server.post("/generate", body | {"routed_experts_start_len": 44}).json()["meta_info"]
     np.testing.assert_array_equal(int32(later["routed_experts"], expected), expected[44:])
+    nothing = server.post("/generate", body | {"routed_experts_start_len": 500}).json()["meta_info"]
+    assert nothing["routed_experts"] == ""
     *events, last, done = server.events("/generate", body)
     assert done == "[DONE]" and not any("routed_experts" in json.loads(event)["meta_info"] for event in events)
     assert json.loads(last)["meta_info"]["routed_experts"] == meta["routed_experts"]

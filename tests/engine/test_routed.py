@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+
 import numpy as np
 import pytest
 
+from headgate.engine import routed as routed_module
 from headgate.engine.routed import AnswerExperts, RoutedTokens
 from headgate.protocol.plan import RoutedExperts, RoutedShape
 
@@ -45,3 +48,11 @@ def test_two_bytes_per_expert_and_layers_without_experts():
     ids = np.array([[[300, 1]], [[2, 40000]]], "<u2")
     experts = AnswerExperts(RoutedShape(layers=3, places=(1,), top=2, size=2), ids.tobytes())
     assert experts.array().tolist() == [[[0, 0], [300, 1], [0, 0]], [[0, 0], [2, 40000], [0, 0]]]
+
+
+def test_long_answers_are_encoded_in_parts(monkeypatch):
+    experts = AnswerExperts(SHAPE, bytes(range(200)))
+    whole = experts.npy(), experts.int32()
+    monkeypatch.setattr(routed_module, "PART_BYTES", 9)
+    assert (experts.npy(), experts.int32()) == whole
+    assert np.frombuffer(base64.b64decode(whole[1]), np.int32).tolist() == list(range(200))

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from headgate.protocol.plan import RoutedExperts, RoutedShape
 
+PART_BYTES = 3 * 2**18  # a multiple of three, so that the parts in base64 are that of the whole
+
 
 class RoutedTokens:
     """The experts of consecutive tokens from position `start` on.
@@ -63,8 +65,13 @@ class AnswerExperts:
         """The array as a NumPy file in base64, as in vLLM."""
         file = io.BytesIO()
         np.save(file, self.array(), allow_pickle=False)
-        return b64encode(file.getbuffer()).decode()
+        return _base64(file.getbuffer())
 
     def int32(self) -> str:
         """The numbers of the array in 32 bits each, in base64, as in SGLang."""
-        return b64encode(self.array().astype("<i4").tobytes()).decode()
+        return _base64(memoryview(self.array().astype("<i4").tobytes()))
+
+
+def _base64(data: memoryview) -> str:
+    """In parts, because Python runs no other thread during each of them. Experts of long answers are many megabytes."""
+    return "".join(b64encode(data[i : i + PART_BYTES]).decode() for i in range(0, len(data), PART_BYTES))

@@ -58,6 +58,7 @@ from headgate.edge.gate import caller_of
 from headgate.edge.reading import read_control
 from headgate.edge.responses import json_response
 from headgate.edge.sse import DONE
+from headgate.engine.routed import AnswerExperts
 from headgate.errors import HeadgateError, RequestError
 from headgate.protocol.command import TAGS, FileSource, Tag
 from headgate.protocol.plan import Logprobs
@@ -175,7 +176,8 @@ async def _prepare(
     for body, group in zip(bodies, groups, strict=True):
         text = text_params(body, "completions")
         made = make_jobs(body, group, await _sampling(api, asked, body, context), text)
-        jobs += [replace(job, index=len(jobs) + i) for i, job in enumerate(made)]
+        first, encode = len(jobs), AnswerExperts.int32
+        jobs += [replace(job, index=first + i, encode_experts=encode) for i, job in enumerate(made)]
     return jobs, SglangFormat(api, asked, context, len(prompts))
 
 
@@ -262,8 +264,8 @@ class SglangFormat:
             weight_versions=self._spans(piece.versions),
             e2e_latency=round(time.perf_counter() - self._began_s, 6),
         )
-        if piece.routed is not None:
-            meta.routed_experts = piece.routed.int32()
+        if piece.experts is not None:
+            meta.routed_experts = piece.experts
         if self._asked.return_logprob:
             self._add_scores(meta, job, piece)
         return Generated(text=piece.text, output_ids=piece.tokens, meta_info=meta)

@@ -239,7 +239,7 @@ class VllmTokensFormat:
 def _experts(job: ChoiceJob, piece: Piece) -> str | UnsetType | None:
     if piece.finish is None or not job.request.sampling.return_routed_experts:
         return UNSET
-    return None if piece.routed is None else piece.routed.npy()
+    return piece.experts
 
 
 def _event(chunk: TokensResponse) -> bytes:

@@ -20,6 +20,7 @@ from msgspec import structs
 from headgate.api.accounting.ledger import Record
 from headgate.api.engines import ChunkStream
 from headgate.api.state import Api
+from headgate.contract.errors import QueueFull
 from headgate.contract.journal import is_movable
 from headgate.edge.sse import innermost
 from headgate.engine.client import Chunk
@@ -48,6 +49,7 @@ class ChoiceJob:
     delivered_chars: int = 0
     prompt_text: str | None = None  # set if the answer begins with the prompt (echo)
     resumed: Resumed | None = None
+    encode_experts: Callable[[AnswerExperts], str] = AnswerExperts.npy  # how its API writes the experts of tokens
 
     @property
     def rest(self) -> GenerateRequest:
@@ -92,6 +94,7 @@ class Piece:
     delivered: bool = False  # by another server: the client has this piece already
     ticket: Ticket | None = None  # for exported KV
     routed: AnswerExperts | None = None  # of all tokens of the choice, with its end, if requested and complete
+    experts: str | None = None  # `routed` as the API writes it
     generated_ids: list[int] | None = None  # all tokens of a choice that another server must continue
 
     def add(self, piece: Piece) -> None:
@@ -103,7 +106,7 @@ class Piece:
         self.prompt_logprobs += piece.prompt_logprobs
         self.finish = piece.finish or self.finish
         self.ticket = piece.ticket or self.ticket
-        self.routed = piece.routed or self.routed
+        self.experts = self.experts if piece.experts is None else piece.experts
         if piece.generated_ids is not None:
             # The server that continues sends the complete text, so none of it is sent here.
             self.text, self.generated_ids = "", piece.generated_ids
@@ -297,10 +300,21 @@ async def run(api: Api, record: Record, job: ChoiceJob, emit: Emit) -> None:
     try:
         async with api.engines.generate(_for_engine(api, record, _with_remaining_time(job.rest, record))) as stream:
             record.begin(job.index, stream)
-            await _follow(stream, text, record, job, emit)
+            await _follow(stream, text, record, job, partial(_emit_encoded, api, record, emit))
     except EngineDead:
         note(record, job, text.cut("engine_lost"))
         raise
+
+
+async def _emit_encoded(api: Api, record: Record, emit: Emit, job: ChoiceJob, piece: Piece) -> None:
+    """Emit a piece whose experts, if it has any, are encoded: of a long answer that takes up to a second."""
+    if piece.routed is not None:
+        encode = partial(job.encode_experts, piece.routed)
+        try:
+            piece.experts = await api.off_loop(record.share, len(piece.routed.ids), encode)
+        except QueueFull:  # the answer is complete, and is not lost because many others are too
+            piece.experts = encode()
+    await emit(job, piece)
 
 
 def _for_engine(api: Api, record: Record, request: GenerateRequest) -> GenerateRequest:

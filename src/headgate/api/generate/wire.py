@@ -36,7 +36,7 @@ def extras(
         if first:
             fields["prompt_token_ids"] = job.request.prompt
     if piece.finish is not None and job.request.sampling.return_routed_experts:
-        fields["routed_experts"] = None if piece.routed is None else piece.routed.npy()
+        fields["routed_experts"] = piece.experts
     if piece.generated_ids is not None:
         fields["generated_token_ids"] = piece.generated_ids
     if body.return_weight_versions:
