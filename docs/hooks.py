@@ -27,6 +27,7 @@ from headgate.contract.operations.operation import ERRORS, AskAll, AskOne, Opera
 from headgate.contract.operations.table import OPERATIONS
 from headgate.contract.parameter import APIS, Api, SamplingParameter
 from headgate.contract.sampling import PARAMETERS, SAMPLING
+from headgate.text.parsers.families import REASONING, TOOLS, ReasoningFamily, ToolFamily
 
 ROOT = Path(__file__).parents[1]
 
@@ -195,6 +196,30 @@ def with_fields(page: str) -> str:
     """docs/api.md with the table of compatible fields brought up to date."""
     rows = ["| field | in | accepted | why |", "|---|---|---|---|", *map(_field, COMPATIBLE)]
     return FIELDS.sub(lambda _: "\n".join(["", *rows, "", ""]), page)
+
+
+PARSERS = re.compile(
+    r"(?<=<!-- begin: python docs/hooks.py writes these parsers -->\n).*?(?=<!-- end of parsers -->)", re.DOTALL
+)
+
+
+def with_parsers(page: str) -> str:
+    """docs/models.md with the tables of parsers brought up to date."""
+    lines = [""]
+    for flag, families in (("--reasoning-parser", REASONING), ("--tool-parser", TOOLS)):
+        lines += [f"| `{flag}` | models | format | texts in the template |", "|---|---|---|---|"]
+        lines += [*map(_family, families), ""]
+    return PARSERS.sub(lambda _: "\n".join([*lines, ""]), page)
+
+
+def _family(family: ReasoningFamily | ToolFamily) -> str:
+    joint = " and " if isinstance(family, ReasoningFamily) else " or "
+    signs = joint.join(f"`{sign}`" for sign in family.signs)
+    row = (f"`{family.name}`", family.models, family.syntax, signs)
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in row)} |"
+
+
+BAR = "\\|"  # within a table
 
 
 def _field(field: CompatibleField) -> str:
@@ -383,3 +408,5 @@ def metrics_page() -> str:
 if __name__ == "__main__":
     API_PAGE = ROOT / "docs/api.md"
     API_PAGE.write_text(with_fields(with_table(API_PAGE.read_text("utf-8"))), "utf-8")
+    MODELS_PAGE = ROOT / "docs/models.md"
+    MODELS_PAGE.write_text(with_parsers(MODELS_PAGE.read_text("utf-8")), "utf-8")

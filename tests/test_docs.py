@@ -87,6 +87,12 @@ def test_the_table_of_compatible_fields_matches_the_code(hooks):
     assert "`no_logs`" in page
 
 
+def test_the_tables_of_parsers_match_the_code(hooks):
+    page = (ROOT / "docs/models.md").read_text("utf-8")
+    assert hooks.with_parsers(page) == page, "run `python docs/hooks.py`"
+    assert page.count("| `gpt_oss` | gpt-oss |") == 2
+
+
 def test_operations_that_need_no_key_are_documented():
     page = (ROOT / "docs/keys.md").read_text("utf-8")
     (sentence,) = re.findall(r"^(.*) and the empty page of the", page, re.MULTILINE)

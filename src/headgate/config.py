@@ -18,6 +18,21 @@ from headgate.logs import LogFormat
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 BACKENDS = ("auto", "torch", "cpu", "triton")
+# Of `headgate.text.parsers.families`, with `auto` and `none`.
+REASONING_PARSERS = ("auto", "none", "gpt_oss", "mistral", "ernie45", "glm45", "deepseek_r1", "qwen3")
+TOOL_PARSERS = (
+    "auto",
+    "none",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm45",
+    "qwen3_coder",
+    "granite",
+    "hermes",
+    "mistral",
+    "pythonic",
+    "llama3_json",
+)
 KV_TRANSPORTS = ("auto", "tcp", "nixl")
 PREEMPTED = ("recompute", "reschedule")
 LOOPBACK = ("127.0.0.0/8", "::1/128")
@@ -125,6 +140,8 @@ class ServerConfig:
     replicas: int = 1  # engine processes
     host: str = "127.0.0.1"  # address to bind
     logprobs_mode: LogprobsMode = "raw"  # for requests that do not set it
+    reasoning_parser: str = "auto"  # auto (by the chat template), none, or a family in docs/models.md
+    tool_parser: str = "auto"  # likewise
     max_queue: int = 1024  # choices accepted beyond those that run
     max_body_bytes: int = 32 * 2**20  # largest request body
     client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected

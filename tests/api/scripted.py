@@ -20,6 +20,7 @@ from headgate.engine.client import Chunk
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
+from headgate.text.parsers.reader import AnswerParsers
 from headgate.text.template import load_template
 from headgate.text.tokenizer import load_tokenizer
 
@@ -62,7 +63,9 @@ class ScriptedEngines:
                 self.open -= 1
 
 
-def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> ServerApp:
+def scripted_app(
+    model: Path, engines: ScriptedEngines, *, parsers: AnswerParsers | None = None, **settings: Any
+) -> ServerApp:
     metrics = ServerMetrics()
     ledger = Ledger(metrics, limit=100)
     tokenizer, template = load_tokenizer(model), load_template(model)
@@ -73,6 +76,7 @@ def scripted_app(model: Path, engines: ScriptedEngines, **settings: Any) -> Serv
         created=0,
         tokenizer=tokenizer,
         template=template,
+        parsers=parsers or AnswerParsers(),
         settings=ApiSettings(**settings),
     )
     host = ServerContext(version="0", model_name="scripted", replicas=[], ledger=ledger)

@@ -11,7 +11,8 @@ from headgate.api.generate.constraints import constraint_for
 from headgate.errors import RequestError
 from headgate.text.constraints import json_object, json_schema
 from headgate.text.grammar_check import _any_bytes
-from headgate.text.tools import ToolFormat, parse_calls
+from headgate.text.parsers.json_calls import GRANITE, HERMES, LLAMA, MISTRAL
+from tests.text.test_json_calls import parse_calls
 
 PERSON = {
     "type": "object",
@@ -82,10 +83,10 @@ def test_a_response_format_becomes_the_grammar_of_its_schema():
     assert constraint_for(response_format=named, tools=TOOLS, tool_choice="none") == json_schema(PERSON)
 
 
-@pytest.mark.parametrize("format", ToolFormat)
+@pytest.mark.parametrize("format", [HERMES, LLAMA, MISTRAL, GRANITE])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_required_call_can_always_be_parsed_and_matches_its_schema(format, parallel):
-    grammar = constraint_for(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel, format=format)
+    grammar = constraint_for(tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel, markup=format)
     rng, counts = random.Random(0), set()
     for _ in range(40):
         content, calls = parse_calls(say(grammar, rng), format, names=SCHEMAS, seed="r")
@@ -93,13 +94,13 @@ def test_a_required_call_can_always_be_parsed_and_matches_its_schema(format, par
         counts.add(len(calls))
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    assert (counts == {1}) == (not parallel or format is ToolFormat.LLAMA)
+    assert (counts == {1}) == (not parallel or format is LLAMA)
 
 
-@pytest.mark.parametrize("format", ToolFormat)
+@pytest.mark.parametrize("format", [HERMES, LLAMA, MISTRAL, GRANITE])
 def test_a_named_function_is_called_once(format):
     named = {"type": "function", "function": {"name": "now"}}
-    grammar, rng = constraint_for(tools=TOOLS, tool_choice=named, format=format), random.Random(0)
+    grammar, rng = constraint_for(tools=TOOLS, tool_choice=named, markup=format), random.Random(0)
     calls = [parse_calls(say(grammar, rng), format, names=SCHEMAS, seed="r")[1] for _ in range(40)]
     assert {len(each) for each in calls} == {1}
 

@@ -24,6 +24,7 @@ from headgate.protocol.output import Cause, Ended, FinishReason, Timings
 from headgate.protocol.plan import Logprobs
 from headgate.protocol.request import GenerateRequest
 from headgate.testing.tiny import tiny_model
+from headgate.text.parsers.reader import AnswerParsers
 from headgate.text.tokenizer import load_tokenizer
 from tests.api.scripted import Client, ScriptedEngines, scripted_app
 from tests.journal import blocks, resume_of, shown, unveiled
@@ -60,6 +61,7 @@ class Engine:
     change: int = 10**6
     extra: list[int] = field(default_factory=list)  # ids after those of the text
     error: Exception | None = None  # instead of an end
+    parsers: AnswerParsers = field(default_factory=AnswerParsers)
 
     def ids(self, model: Path) -> list[int]:
         tokenizer = load_tokenizer(model)
@@ -103,6 +105,7 @@ def ask_and_look(
     model: Path, engine: Engine, path: str, body: dict[str, Any], headers: dict[str, str] = HEADERS, **settings: Any
 ) -> tuple[Client, ScriptedEngines]:
     engines = ScriptedEngines(engine.script(model))
+    settings.setdefault("parsers", engine.parsers)
 
     async def main() -> Client:
         client = Client(scripted_app(model, engines, **settings), path, body, headers)
@@ -120,6 +123,7 @@ def journalled(model: Path, engine: Engine, path: str, body: dict[str, Any]) -> 
     return client.body
 
 
+PARSERS = AnswerParsers.choose("qwen3", "hermes", None)
 TALK = "Grüße 😀 und 漢字, dann ENDE und mehr"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALLS = (
@@ -143,6 +147,25 @@ FEATURES: dict[str, tuple[str, dict[str, Any], Engine]] = {
         Engine(TALK),
     ),
     "tools": (CHAT, CHATTING | {"tools": [TOOL]}, Engine(CALLS, "stop", "eos", extra=[EOS])),
+    "reasoning": (CHAT, CHATTING | USAGE, Engine(f"<think>\nEin Gruß?\n\n</think>\n\n{TALK}", parsers=PARSERS)),
+    "reasoning in chunks": (CHAT, CHATTING, Engine(f"<think>\nHm.\n</think>\n{TALK}", size=3, parsers=PARSERS)),
+    "reasoning that is cut": (CHAT, CHATTING, Engine("<think>\nLet me see.\n\n", parsers=PARSERS)),
+    "reasoning and tools": (
+        CHAT,
+        CHATTING | {"tools": [TOOL]},
+        Engine(f"<think>\nLook.\n</think>\n\n{CALLS}", "stop", "eos", extra=[EOS], parsers=PARSERS),
+    ),
+    "tagged calls and ids": (
+        CHAT,
+        CHATTING | {"tools": [TOOL], "return_token_ids": True},
+        Engine(
+            "Well.\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>the 漢 sea</arg_value>\n</tool_call>",
+            "stop",
+            "eos",
+            extra=[EOS],
+            parsers=AnswerParsers.choose("none", "glm45", None),
+        ),
+    ),
     "tools and ids": (
         CHAT,
         CHATTING | {"tools": [TOOL], "return_token_ids": True, "return_weight_versions": True},

@@ -76,6 +76,14 @@ def test_an_answer_reports_the_load_if_the_client_requests_it(target, path, body
         assert set(plain.json()) == set(answer.json())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_the_chat_template_ignores_are_reported(target, stream):
+    tool = {"type": "function", "function": {"name": "look"}}
+    answer = post(target, CALLS[0][0], CHAT | {"tools": [tool], "stream": stream})
+    assert answer.headers["x-headgate-warning"] == "the chat template of this model ignores tools"
+    assert "x-headgate-warning" not in post(target, CALLS[0][0], CHAT | {"stream": stream}).headers
+
+
 def test_an_unknown_format_is_answered_without_a_report(target):
     assert REPORT not in post(target, *CALLS[0], **{FORMAT: "protobuf"}).headers
 

@@ -42,9 +42,9 @@ from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, cannot_listen, url_of
 from headgate.protocol.message import EngineInfo
-from headgate.text.template import load_template
+from headgate.text.parsers.reader import AnswerParsers
+from headgate.text.template import ChatTemplate, load_template
 from headgate.text.tokenizer import load_tokenizer
-from headgate.text.tools import format_of
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ async def _serve(
                 created=int(time.time()),
                 tokenizer=tokenizer,
                 template=template,
-                tool_format=format_of(template.source if template else None),
+                parsers=_parsers(config, template),
                 settings=ApiSettings(logprobs_mode=config.logprobs_mode),
             )
             host = ServerContext(version, config.model_name, engines.replicas, ledger)
@@ -130,6 +130,14 @@ async def _serve(
             spare_the_collector()
             drain = Drain(server, ledger, engines, config.drain_timeout_s)
             await serve_until_stopped(server, drain, signals, beats)
+
+
+def _parsers(config: ServerConfig, template: ChatTemplate | None) -> AnswerParsers:
+    source = None if template is None else template.source
+    parsers = AnswerParsers.choose(config.reasoning_parser, config.tool_parser, source)
+    reasoning = "none" if parsers.reasoning is None else parsers.reasoning.name
+    log.info("parsers of answers: reasoning %s, tools %s", reasoning, parsers.tools.name if parsers.tools else "none")
+    return parsers
 
 
 def _engines(config: ServerConfig) -> AbstractAsyncContextManager[Replicas]:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -22,9 +23,9 @@ from headgate.contract.sampling import LogprobsMode
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
 from headgate.errors import RequestError
+from headgate.text.parsers.reader import AnswerParsers
 from headgate.text.template import ChatTemplate
 from headgate.text.tokenizer import Tokenizer
-from headgate.text.tools import ToolFormat
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,11 @@ class Api:
     created: int  # when the model was loaded, in seconds since 1970
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    tool_format: ToolFormat = ToolFormat.HERMES  # the syntax in which the model writes tool calls
+    parsers: AnswerParsers = field(default_factory=AnswerParsers)  # how the model writes reasoning and tool calls
     settings: ApiSettings = ApiSettings()
     labels: WeightLabels = field(default_factory=WeightLabels)
     departures: Departures = field(default_factory=lambda: Departures(log))
+    warned: list[str] = field(default_factory=list)  # warnings that were logged: each is logged once
     pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
     )
@@ -62,6 +64,14 @@ class Api:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "turns", Admission(TEXT_THREADS, TEXT_QUEUE, self.ledger.sharing))
+
+    @cached_property
+    def marker_ids(self) -> frozenset[int]:
+        """The special tokens that the parsers of answers need."""
+        if self.tokenizer is None:
+            return frozenset()
+        ids = map(self.tokenizer.backend.token_to_id, self.parsers.markers)
+        return self.tokenizer.special_ids.intersection(ids)
 
     @property
     def required_tokenizer(self) -> Tokenizer:

@@ -16,6 +16,8 @@ from headgate.config import (
     KV_TRANSPORTS,
     LOOPBACK,
     PREEMPTED,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
     EngineConfig,
     LogprobsMode,
     Registration,
@@ -79,6 +81,8 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="default of requests: raw, scaled or processed (raw)",
     )
+    for flag, parsers in (("--reasoning-parser", REASONING_PARSERS), ("--tool-parser", TOOL_PARSERS)):
+        add(flag, choices=parsers, default="auto", metavar="NAME", help=f"{', '.join(parsers)} (auto)")
     add("--deterministic", action="store_true", help="bitwise identical answers whatever else is running")
     add("--routed-experts", action="store_true", help="keep the experts of tokens, for return_routed_experts")
 
@@ -144,6 +148,8 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             replicas=options.replicas,
             host=options.host,
             logprobs_mode=options.logprobs_mode,
+            reasoning_parser=options.reasoning_parser,
+            tool_parser=options.tool_parser,
             max_queue=options.max_queue,
             client_stall_timeout_s=options.client_stall_timeout,
             drain_timeout_s=options.drain_timeout,

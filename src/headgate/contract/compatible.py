@@ -47,7 +47,7 @@ def _fields(
 EVERY: Final[tuple[Api, ...]] = (*OPENAI, "sglang", "vllm")
 IN_SAMPLING: Final[tuple[Api, ...]] = ("sglang", "vllm")
 ENCODED = "decoding never adds spaces"
-REASONING = "reasoning stays in the text"
+REASONING = "`--reasoning-parser` decides"
 PLACEMENT = "routers place requests"
 LOGGING = "concerns logs and metrics only"
 MEDIA = "models read text only"

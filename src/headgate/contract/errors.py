@@ -15,6 +15,7 @@ from headgate.errors import EngineDead, HeadgateError, RequestError, Unavailable
 
 log = logging.getLogger(__name__)
 
+WARNING_HEADER = b"x-headgate-warning"  # of an answer: something in the request had no effect
 RETRY_AFTER_S = 1
 RETRIED = (429, 503)
 

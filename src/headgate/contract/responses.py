@@ -33,7 +33,18 @@ class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_cal
     status: str = "in_progress"
 
 
-OutputItem = MessageItem | CallItem
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: str = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+OutputItem = MessageItem | CallItem | ReasoningItem
 
 
 class OutputDetails(msgspec.Struct, frozen=True):

@@ -135,6 +135,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under the name that newer clients use
     # Sent by clients that return an assistant message unchanged; ignored.
     refusal: Any = None
     annotations: Any = None

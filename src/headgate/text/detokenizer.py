@@ -31,6 +31,8 @@ class Detokenizer:
     pass the `generated` ids so far and how many characters of their text the client has received; the missing text is
     returned by the next `push`, even `push(())`. Stop strings need nothing more to resume: see `headgate.text.stops`.
 
+    `skip_special` omits special tokens, except those in `kept`.
+
     Call `finish` only at the real end of the answer, not before a resume elsewhere: it replaces an unfinished
     character, which the resumed stream may still complete.
     """
@@ -43,8 +45,10 @@ class Detokenizer:
         generated: Sequence[int] = (),
         delivered_chars: int = 0,
         skip_special: bool = True,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
-        self._decoding = _decoding_of(tokenizer, skip_special)(prompt_ids)
+        skipped = tokenizer.special_ids - kept if skip_special else frozenset()
+        self._decoding = _decoding_of(tokenizer, skipped)(prompt_ids)
         self._backlog = self._decoding.feed(generated)
         if delivered_chars > len(self._backlog):
             raise RequestError(
@@ -80,20 +84,20 @@ DecodingFactory = Callable[[Sequence[int]], Decoding]  # takes the prompt's ids
 
 
 @lru_cache(maxsize=8)  # token tables are shared by all streams of a tokenizer
-def _decoding_of(tokenizer: Tokenizer, skip_special: bool) -> DecodingFactory:
+def _decoding_of(tokenizer: Tokenizer, skipped: frozenset[int]) -> DecodingFactory:
     steps = _decoder_steps(tokenizer)
     match [step["type"] for step in steps]:
         case ["ByteLevel"]:
-            table = _ByteLevelTable(tokenizer, skip_special)
+            table = _ByteLevelTable(tokenizer, skipped)
             return lambda _: _ByteLevelDecoding(table)
         case ["Replace", "ByteFallback", "Fuse"] if _replaces_text(steps[0]):
-            pieces = _PieceTable(tokenizer, skip_special, steps[0])
+            pieces = _PieceTable(tokenizer, skipped, steps[0])
             return lambda _: _PieceDecoding(pieces)
         case ["Replace", "ByteFallback", "Fuse", "Strip"] if _replaces_text(steps[0]) and not steps[3]["stop"]:
-            pieces = _PieceTable(tokenizer, skip_special, steps[0])
+            pieces = _PieceTable(tokenizer, skipped, steps[0])
             margin = steps[3]["content"] * steps[3]["start"]
             return lambda prompt: _PieceDecoding(pieces, margin="" if prompt else margin)
-    return lambda prompt: _WindowDecoding(tokenizer, skip_special, prompt)
+    return lambda prompt: _WindowDecoding(tokenizer, skipped, prompt)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -124,9 +128,9 @@ _BYTE_ALPHABET = _byte_alphabet()
 class _ByteLevelTable(dict[int, bytes]):
     """The bytes of each token, computed on first use. A skipped or unknown token has none."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         super().__init__()
-        self._token = _token_lookup(tokenizer, skip_special)
+        self._token = _token_lookup(tokenizer, skipped)
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._token(token_id)
@@ -161,9 +165,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class _PieceTable(dict[int, str | bytes | None]):
     """The meaning of each token: text, one byte, or None if it is skipped or unknown."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, replace: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], replace: dict[str, Any]) -> None:
         super().__init__()
-        self._token = _token_lookup(tokenizer, skip_special)
+        self._token = _token_lookup(tokenizer, skipped)
         self._space, self._replacement = replace["pattern"]["String"], replace["content"]
 
     def __missing__(self, token_id: int) -> str | bytes | None:
@@ -232,9 +236,9 @@ class _WindowDecoding:
     CONTEXT = 6
     MOST_PENDING = 16
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], prompt: Sequence[int]) -> None:
         self._decode = tokenizer.backend.decode
-        self._skipped: frozenset[int] = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = skipped
         self._pending: list[int] = []
         self._set_context(self._kept(prompt[-4 * self.CONTEXT :]))
 
@@ -264,9 +268,8 @@ class _WindowDecoding:
         self._context_chars = len(self._decode(self._context, skip_special_tokens=False))
 
 
-def _token_lookup(tokenizer: Tokenizer, skip_special: bool) -> Callable[[int], str | None]:
+def _token_lookup(tokenizer: Tokenizer, skipped: frozenset[int]) -> Callable[[int], str | None]:
     """Return a function that finds a token by its id; it returns None for tokens that decoding skips."""
-    skipped = tokenizer.special_ids if skip_special else frozenset()
     find = tokenizer.backend.id_to_token
     return lambda token_id: None if token_id in skipped else find(token_id)
 
@@ -284,9 +287,9 @@ def _spelling_of(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     steps = _decoder_steps(tokenizer)
     match [step["type"] for step in steps]:
         case ["ByteLevel"]:
-            return _ByteLevelTable(tokenizer, skip_special=False).__getitem__
+            return _ByteLevelTable(tokenizer, frozenset()).__getitem__
         case ["Replace", "ByteFallback", "Fuse", *_] if _replaces_text(steps[0]):
-            pieces = _PieceTable(tokenizer, False, steps[0])
+            pieces = _PieceTable(tokenizer, frozenset(), steps[0])
             return lambda token_id: _piece_bytes(pieces[token_id])
     return lambda token_id: tokenizer.decode([token_id], skip_special=False).encode()
 

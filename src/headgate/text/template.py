@@ -7,6 +7,7 @@ This module finds templates, prepares their inputs, and turns their errors into 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -39,12 +40,17 @@ class ChatTemplate:
         self._variables = dict(variables or {})
         self._limits = limits or TemplateLimits()
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
-        self.source = "\n".join(named.values())  # the text of all templates, for detecting the tool call format
+        self.source = "\n".join(named.values())  # the text of all templates, for detecting the model family
         sandbox = Sandbox(now)
         self._templates = {name: sandbox.load(name, source) for name, source in named.items()}
 
     def __repr__(self) -> str:
         return f"<ChatTemplate {', '.join(self._templates)}>"
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether a template mentions `tools` at all. One that does not would ignore them."""
+        return re.search(r"\btools\b", self.source) is not None
 
     def render(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,6 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.generate.answer_format import AnswerFormat
+from headgate.api.generate.answer_parts import (
+    Parts,
+    Readers,
+    call_pieces,
+    cut_part,
+    declared_tools,
+    message_calls,
+    read,
+)
 from headgate.api.generate.choices_format import ChoicesFormat
 from headgate.api.generate.constraints import answer_grammar, constraint_for
 from headgate.api.generate.generation import ChoiceJob, Piece
@@ -18,7 +28,6 @@ from headgate.api.generate.logprobs import chat_logprobs, prompt_logprobs
 from headgate.api.generate.prompts import chat_prompt
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
-from headgate.api.generate.tool_calls import Parsers, call_pieces, message_calls, read_calls
 from headgate.api.generate.wire import extras, finish_reason
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.contract.answers import (
@@ -31,9 +40,15 @@ from headgate.contract.answers import (
 )
 from headgate.contract.compatible import check_compatible
 from headgate.contract.event_json import encode
-from headgate.contract.sampling import TextParams, sampling_given, text_params
+from headgate.contract.sampling import SamplingParams, TextParams, sampling_given, text_params
 from headgate.contract.schema import ChatRequest
 from headgate.errors import RequestError
+from headgate.text.parsers.events import Content, Reasoning
+from headgate.text.parsers.reader import AnswerReader
+
+log = logging.getLogger(__name__)
+
+TOOLS_IGNORED = "the chat template of this model ignores tools"
 
 
 async def chat_completions(request: Request) -> Response:
@@ -47,6 +62,7 @@ async def chat_completions(request: Request) -> Response:
 async def prepare(
     api: Api, body: ChatRequest, text: TextParams, context: RequestContext
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
+    warn_about_tools(api, body, context)
     return await chat_jobs(api, body, text, context.share), ChatFormat(api, body, text.n, context)
 
 
@@ -67,7 +83,24 @@ async def chat_jobs(api: Api, body: ChatRequest, text: TextParams, share: str) -
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
-    return make_jobs(body, [prompt], sampling, text)
+    return make_jobs(body, [prompt], sampling, text, kept=_kept(api, body, sampling))
+
+
+def _kept(api: Api, body: ChatRequest, sampling: SamplingParams) -> frozenset[int]:
+    """The special tokens that a reader of the answer needs; none if there is no reader."""
+    constrained = sampling.grammar is not None
+    reader = api.parsers.reader(declared_tools(body), seed="", constrained=constrained, opened=False)
+    return frozenset() if reader is None else api.marker_ids
+
+
+def warn_about_tools(api: Api, body: ChatRequest, context: RequestContext) -> None:
+    """Warn if the model is not shown the tools of the request, because its chat template ignores them."""
+    if not declared_tools(body) or api.template is None or api.template.takes_tools:
+        return
+    context.warnings.append(TOOLS_IGNORED)
+    if not api.warned:
+        api.warned.append(TOOLS_IGNORED)
+        log.warning("%s; requests with tools get this warning in a header", TOOLS_IGNORED)
 
 
 def _asked_logprobs(body: ChatRequest) -> int | None:
@@ -89,33 +122,57 @@ async def grammar_for(api: Api, body: ChatRequest, share: str) -> str | None:
         tools=body.tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        format=api.tool_format,
+        markup=api.parsers.markup,
     )
     return await api.off_loop(share, LONG_TEXT, constrain)  # always in a thread: even a short schema may take long
 
 
 class ChatFormat(ChoicesFormat):
     before_text = b'{"index":%d,"delta":{"content":'
+    before_reasoning = b'{"index":%d,"delta":{"reasoning_content":'
     after_text = b'},"logprobs":null,"finish_reason":null}'
 
     def __init__(self, api: Api, body: ChatRequest, n: int, context: RequestContext) -> None:
         self._body = body
         prefix = "chatcmpl-"
-        self._parsers = Parsers(body.tools, body.tool_choice, api.tool_format, seed=context.id(prefix))
-        simple = not (body.logprobs or body.return_token_ids or body.return_weight_versions or self._parsers)
+        self._readers = Readers(api, body, seed=context.id(prefix))
+        self._thoughts: dict[int, tuple[bytes, bytes]] = {}  # like `_begun`, for reasoning
+        simple = not (body.logprobs or body.return_token_ids or body.return_weight_versions)
         super().__init__(api, body, n, context, prefix=prefix, object="chat.completion.chunk", fast_path=simple)
 
     # -- streams ----------------------------------------------------------------
 
+    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
+        reader = self._readers.get(job)
+        if reader is None:
+            return super().event(job, piece)
+        events = read(reader, piece)
+        begun = self._begun.get(job.index)
+        if begun is not None and self._fast_path and piece.finish is None:
+            # Runs for nearly every token: keep it short.
+            match events:
+                case [Content(text)]:
+                    return begun[0] + encode(text) + begun[1]
+                case [Reasoning(text)]:
+                    (before, after), thought = self._thoughts[job.index], encode(text)
+                    return before + thought + b',"reasoning":' + thought + after
+        return self._event_of(job, piece, Parts.of(events), reader, first=begun is None)
+
     def _full_event(self, job: ChoiceJob, piece: Piece, *, first: bool) -> bytes:
-        delta, called = self._delta(job, piece, first=first)
-        if piece.finish is None and self._fast_path and not piece.text:
+        return self._event_of(job, piece, Parts(content=piece.text), None, first=first)
+
+    def _event_of(
+        self, job: ChoiceJob, piece: Piece, parts: Parts, reader: AnswerReader | None, *, first: bool
+    ) -> bytes:
+        if piece.finish is None and self._fast_path and not parts:
             return b""
+        called = reader is not None and reader.called
         choice = ChunkChoice(
             index=job.index,
-            delta=delta,
+            delta=_delta(parts, first=first, silent=reader is not None or (piece.finish is not None and not first)),
             logprobs=self._logprobs(piece),
             finish_reason=finish_reason(piece.finish, strict=self._context.strict, called=called),
+            cut=cut_part(reader, piece) or UNSET,
             **extras(self._body, job, piece, self._api.labels, first=first, strict=self._context.strict),
         )
         more = {}
@@ -127,23 +184,18 @@ class ChatFormat(ChoicesFormat):
             self._finishes[job.index] = piece.finish
         return self._chunk(job, piece, choice, **more)
 
+    def _begin(self, job: ChoiceJob) -> None:
+        super()._begin(job)
+        self._thoughts[job.index] = self._frame.around(self.before_reasoning % job.index, self.after_text)
+
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
-        if piece.text or not self._fast_path:
+        reader = self._readers.get(job)
+        shown = piece.text if reader is None else reader.feed(piece.text)
+        if shown or not self._fast_path:
             self._begin(job)
         self._count(job, piece)
-        if parser := self._parsers.get(job.index):
-            parser.push(piece.text)
         if piece.finish is not None:
             self._finishes[job.index] = piece.finish
-
-    def _delta(self, job: ChoiceJob, piece: Piece, *, first: bool) -> tuple[Delta, bool]:
-        role = "assistant" if first else UNSET
-        parser = self._parsers.get(job.index)
-        if parser is None:
-            silent = not piece.text and piece.finish is not None and not first
-            return Delta(role=role, content=UNSET if silent else piece.text), False
-        content, calls = read_calls(parser, piece.text, final=piece.finish is not None)
-        return Delta(role=role, content=content or UNSET, tool_calls=call_pieces(calls) or UNSET), parser.called
 
     # -- complete answers -------------------------------------------------------
 
@@ -160,16 +212,17 @@ class ChatFormat(ChoicesFormat):
     def _choice(self, job: ChoiceJob, answer: Piece) -> ChatChoice:
         assert answer.finish is not None
         self._finishes[job.index] = answer.finish
-        message, called = AssistantMessage(content=answer.text), False
-        if parser := self._parsers.get(job.index):
-            content, calls = read_calls(parser, answer.text, final=True)
-            message = AssistantMessage(content=content or None, tool_calls=message_calls(calls) or UNSET)
-            called = parser.called
+        reader = self._readers.get(job)
+        message = (
+            AssistantMessage(content=answer.text) if reader is None else _message(Parts.of(read(reader, answer)))
+        )
+        called = reader is not None and reader.called
         return ChatChoice(
             index=job.index,
             message=message,
             logprobs=self._logprobs(answer),
             finish_reason=finish_reason(answer.finish, strict=self._context.strict, called=called),
+            cut=cut_part(reader, answer) or UNSET,
             **extras(self._body, job, answer, self._api.labels, first=True, strict=self._context.strict),
         )
 
@@ -179,3 +232,25 @@ class ChatFormat(ChoicesFormat):
         if not self._body.logprobs:
             return None
         return chat_logprobs(self._spelling, piece.tokens, piece.logprobs)
+
+
+def _delta(parts: Parts, *, first: bool, silent: bool) -> Delta:
+    """`silent`: the delta has no content if there is none."""
+    reasoning = parts.reasoning or UNSET
+    return Delta(
+        role="assistant" if first else UNSET,
+        content=UNSET if silent and not parts.content else parts.content,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=call_pieces(parts.calls) or UNSET,
+    )
+
+
+def _message(parts: Parts) -> AssistantMessage:
+    reasoning = parts.reasoning or UNSET
+    return AssistantMessage(
+        content=parts.content or None,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=message_calls(parts.calls) or UNSET,
+    )

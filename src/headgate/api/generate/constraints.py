@@ -17,7 +17,8 @@ from headgate.contract.decoding import decode
 from headgate.contract.schema import Sampled, StructuredOutputs
 from headgate.errors import RequestError
 from headgate.text.constraints import checked, choice, json_object, json_schema, regex, schema_rule
-from headgate.text.tools import Tool, ToolFormat, call_rules
+from headgate.text.parsers.json_calls import HERMES, Markup
+from headgate.text.tools import Tool, call_rules
 
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 64
@@ -63,7 +64,7 @@ def constraint_for(
     tools: Sequence[Object] | None = None,
     tool_choice: str | Object | None = None,
     parallel_tool_calls: bool = True,
-    format: ToolFormat = ToolFormat.HERMES,
+    markup: Markup = HERMES,
 ) -> str | None:
     """The grammar of the answer for `SamplingParams.grammar`, or None if the answer is unconstrained.
 
@@ -77,10 +78,10 @@ def constraint_for(
         case "required":
             # A named function is called once, as in OpenAI's API.
             several = parallel_tool_calls and not isinstance(tool_choice, Mapping)
-            rules = call_rules(format, callable_tools, parallel=several)
+            rules = call_rules(markup, callable_tools, parallel=several)
             return checked(f"start: calls\n{rules}", param="tools")
         case "auto" if answer and callable_tools:
-            rules = call_rules(format, callable_tools, parallel=parallel_tool_calls)
+            rules = call_rules(markup, callable_tools, parallel=parallel_tool_calls)
             return checked(f"start: answer | calls\nanswer: {answer}\n{rules}", param="response_format")
     return checked(f"start: {answer}", param="response_format") if answer else None
 

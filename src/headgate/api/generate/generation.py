@@ -46,6 +46,8 @@ class ChoiceJob:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special: bool = True
+    kept: frozenset[int] = frozenset()  # special tokens that are not skipped
+    opened: bool = False  # the answer begins with reasoning, because the prompt ends in it
     delivered_chars: int = 0
     prompt_text: str | None = None  # set if the answer begins with the prompt (echo)
     resumed: Resumed | None = None
@@ -274,6 +276,7 @@ def _detokenizer(job: ChoiceJob, tokenizer: Tokenizer) -> Detokenizer:
         generated=job.request.generated,
         delivered_chars=job.delivered_chars,
         skip_special=job.skip_special,
+        kept=job.kept,
     )
 
 

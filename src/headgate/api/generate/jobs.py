@@ -20,6 +20,7 @@ from headgate.protocol.request import GenerateRequest, Ticket
 class Prompt:
     token_ids: tuple[int, ...]
     text: str | None = None  # set if the answer begins with the prompt (echo)
+    opened: bool = False  # it ends in reasoning
 
 
 def check_choices(count: int, most: int) -> None:
@@ -32,9 +33,14 @@ def check_choices(count: int, most: int) -> None:
 
 
 def make_jobs(
-    body: Generation, prompts: Sequence[Prompt], sampling: SamplingParams, text: TextParams
+    body: Generation,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    text: TextParams,
+    *,
+    kept: frozenset[int] = frozenset(),
 ) -> list[ChoiceJob]:
-    """The choices of all prompts, in prompt order."""
+    """The choices of all prompts, in prompt order. `kept`: special tokens that stay in the text."""
     n = text.n
     if body.generated_token_ids and len(prompts) * n > 1:
         raise RequestError("generated_token_ids goes with one choice only", param="generated_token_ids")
@@ -50,6 +56,8 @@ def make_jobs(
             stop=text.stop,
             include_stop=text.include_stop_str_in_output,
             skip_special=text.skip_special_tokens,
+            kept=kept,
+            opened=prompt.opened,
             delivered_chars=body.delivered_chars or 0,
             prompt_text=prompt.text,
             resumed=resumed.get(index),

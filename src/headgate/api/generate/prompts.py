@@ -44,12 +44,14 @@ async def chat_prompt(
         "continue_final_message": goes_on,
     }
 
-    def render() -> tuple[int, ...]:
+    def render() -> Prompt:
         plain = [plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         text = template.render(plain, tools=tools or None, **_own(variables, options), **options)
-        return tuple(tokenizer.encode_within(text, limit, add_special=False))
+        ids = tuple(tokenizer.encode_within(text, limit, add_special=False))
+        continued = str(plain[-1]["content"]) if goes_on else ""
+        return Prompt(ids, opened=api.parsers.opened_by(text, continued))
 
-    return Prompt(await api.off_loop(share, _size([messages, tools, variables]), render))
+    return await api.off_loop(share, _size([messages, tools, variables]), render)
 
 
 def _least_chars(messages: Sequence[Message]) -> int:
@@ -96,9 +98,9 @@ def plain_message(message: Message, where: str) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": text_of(message.content, f"{where}.content"),
     }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    given = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    plain |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
         plain["tool_calls"] = msgspec.to_builtins(message.tool_calls)
     return plain

@@ -12,9 +12,16 @@ import msgspec
 from headgate.contract.answers import TokenLogprob
 from headgate.contract.errors import problem_of
 from headgate.contract.event_json import encode
-from headgate.contract.responses import CallItem, MessageItem, OutputItem, OutputText
+from headgate.contract.responses import (
+    CallItem,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
 from headgate.errors import HeadgateError
-from headgate.text.tools import CallDelta
+from headgate.text.parsers.events import CallDelta
 
 
 class Events:
@@ -40,6 +47,18 @@ class Events:
         part.logprobs += logprobs
         return events + self._delta(text, logprobs) if text or logprobs else events
 
+    def add_reasoning(self, text: str) -> bytes:
+        """Append reasoning; opens an item for it if none is open."""
+        item, events = self._last_open(), b""
+        if not isinstance(item, ReasoningItem):
+            events = self.close()
+            item = ReasoningItem(id=f"rs_{self._id}_{len(self.items)}", content=[ReasoningText()])
+            self.items.append(item)
+            events += self._about_item("response.output_item.added", item=ReasoningItem(id=item.id))
+            events += self._about_part("response.content_part.added", item, part=ReasoningText())
+        item.content[0].text += text
+        return events + self._about_part("response.reasoning_text.delta", item, delta=text)
+
     def add_call(self, delta: CallDelta) -> bytes:
         """Append to a function call; opens it if `delta` is its beginning."""
         item, events = self._last_open(), b""
@@ -60,6 +79,9 @@ class Events:
             case MessageItem() as item:
                 item.status = status
                 return self._close_message(item)
+            case ReasoningItem() as item:
+                item.status = status
+                return self._close_reasoning(item)
             case CallItem() as item:
                 item.status = status
                 kind = "response.function_call_arguments.done"
@@ -84,6 +106,12 @@ class Events:
         done += self._about_part("response.content_part.done", item, part=part)
         return done + self._about_item("response.output_item.done", item=item)
 
+    def _close_reasoning(self, item: ReasoningItem) -> bytes:
+        part = item.content[0]
+        done = self._about_part("response.reasoning_text.done", item, text=part.text)
+        done += self._about_part("response.content_part.done", item, part=part)
+        return done + self._about_item("response.output_item.done", item=item)
+
     # -- events -----------------------------------------------------------------
 
     def _delta(self, text: str, logprobs: list[TokenLogprob]) -> bytes:
@@ -100,7 +128,7 @@ class Events:
         fields = {"code": problem.code, "message": problem.message, "param": problem.param}
         return self._event("error", **fields, error=problem)
 
-    def _about_part(self, kind: str, item: MessageItem, **fields: Any) -> bytes:
+    def _about_part(self, kind: str, item: MessageItem | ReasoningItem, **fields: Any) -> bytes:
         return self._about_item(kind, item_id=item.id, content_index=0, **fields)
 
     def _about_item(self, kind: str, **fields: Any) -> bytes:

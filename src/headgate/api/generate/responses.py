@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headgate.api.generate.answer_format import AnswerFormat
-from headgate.api.generate.chat import chat_jobs
+from headgate.api.generate.answer_parts import Readers, read
+from headgate.api.generate.chat import chat_jobs, warn_about_tools
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
 from headgate.api.generate.logprobs import chat_logprobs
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.response_events import Events
 from headgate.api.generate.response_input import as_chat
 from headgate.api.generate.serve import RequestContext, exchange
-from headgate.api.generate.tool_calls import Parsers, read_calls
 from headgate.api.generate.usage import version_spans
 from headgate.api.generate.wire import cut_short
 from headgate.api.state import Api, api_of
@@ -37,7 +37,7 @@ from headgate.contract.responses import (
 from headgate.contract.sampling import SamplingParams, text_params
 from headgate.contract.schema import ChatRequest, ResponsesRequest
 from headgate.errors import HeadgateError
-from headgate.text.tools import CallDelta
+from headgate.text.parsers.events import CallDelta, Content, Event, Reasoning
 
 
 async def responses(request: Request) -> Response:
@@ -48,6 +48,7 @@ async def responses(request: Request) -> Response:
 
 async def prepare(api: Api, body: ResponsesRequest, context: RequestContext) -> tuple[list[ChoiceJob], AnswerFormat]:
     chat = as_chat(body)
+    warn_about_tools(api, chat, context)
     jobs = await chat_jobs(api, chat, text_params(chat, "chat"), context.share)
     return jobs, ResponsesFormat(api, body, chat, jobs[0].request.sampling, context)
 
@@ -58,7 +59,7 @@ class ResponsesFormat:
     ) -> None:
         self._body, self._strict, self._tokenizer = body, context.strict, api.tokenizer
         self._response = _new_response(body, sampling, context, api.model_name)
-        self._parsers = Parsers(chat.tools, chat.tool_choice, api.tool_format, seed=self._response.id)
+        self._readers = Readers(api, chat, seed=self._response.id)
         self._scored = bool(chat.logprobs)
         self._labels = api.labels
         self._all = Piece()  # the sum of all pieces, for the response object
@@ -70,12 +71,18 @@ class ResponsesFormat:
     def event(self, job: ChoiceJob, piece: Piece) -> bytes:
         events = b"" if self._begun else self._beginning()
         self._note(job, piece)
-        text, calls = self._split(job, piece)
         scores = self._scores(piece)
-        if text or scores or (piece.finish and not calls and not self._events.items):
-            events += self._events.add_text(text, scores)
-        for call in calls:
-            events += self._events.add_call(call)
+        for part in self._parts(job, piece):
+            match part:
+                case Reasoning(text):
+                    events += self._events.add_reasoning(text)
+                case Content(text):
+                    events += self._events.add_text(text, scores)
+                    scores = []
+                case CallDelta():
+                    events += self._events.add_call(part)
+        if scores or (piece.finish and not self._events.items):
+            events += self._events.add_text("", scores)
         return events
 
     def _beginning(self) -> bytes:
@@ -110,11 +117,11 @@ class ResponsesFormat:
             self._response.prompt_token_ids = job.request.prompt
         self._all.finish = piece.finish
 
-    def _split(self, job: ChoiceJob, piece: Piece) -> tuple[str, list[CallDelta]]:
-        parser = self._parsers.get(job.index)
-        if parser is None:
-            return piece.text, []
-        return read_calls(parser, piece.text, final=piece.finish is not None)
+    def _parts(self, job: ChoiceJob, piece: Piece) -> Sequence[Event]:
+        reader = self._readers.get(job)
+        if reader is not None:
+            return read(reader, piece)
+        return [Content(piece.text)] if piece.text else []
 
     def _scores(self, piece: Piece) -> list[TokenLogprob]:
         if not self._scored:

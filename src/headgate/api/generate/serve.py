@@ -27,7 +27,7 @@ from headgate.api.generate.kept_kv import KvOffer, asks_to_keep
 from headgate.api.generate.load_header import LoadHeader, load_header_of
 from headgate.api.state import Api, api_of
 from headgate.contract.control import LEAST_VERSION_HEADER, version_in
-from headgate.contract.errors import NotFound
+from headgate.contract.errors import WARNING_HEADER, NotFound
 from headgate.contract.journal import HEADER
 from headgate.contract.sampling import set_if_absent
 from headgate.contract.schema import Generation
@@ -68,6 +68,7 @@ class RequestContext:
     load_header: LoadHeader | None = None  # if the client requests it
     trace: TraceContext = NO_TRACE
     keeps_kv: bool = False  # another server will generate the rest of the answer
+    warnings: list[str] = field(default_factory=list)  # for the header of the answer
 
     def id(self, prefix: str) -> str:
         return prefix + self.request_id.removeprefix("req-")
@@ -173,6 +174,7 @@ async def _answer(
             if context.recompute:
                 jobs = [replace(job, request=structs.replace(job.request, recompute=True)) for job in jobs]
             context.charge.release()
+            writer.headers += [(WARNING_HEADER, warning.encode()) for warning in context.warnings]
             if context.stream or context.journal:
                 await _add_load(context, writer)
             if jobs[0].request.export_kv:

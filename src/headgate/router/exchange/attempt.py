@@ -18,6 +18,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from headgate.contract.errors import WARNING_HEADER
 from headgate.contract.journal import (
     BOUND,
     DATA,
@@ -62,6 +63,7 @@ HOP_BY_HOP = frozenset(
 )
 # Response headers that the router writes itself.
 ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", RAW_HEADER, b"x-headgate-worker"}
+PASSED = (LOAD, WARNING_HEADER)  # of a worker's answer, with a journal: the load report and a warning
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
 DONES = DONE, b"data: [DONE]\r\n\r\n"
@@ -149,7 +151,7 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
     given_up: bool = False  # the router has abandoned the attempt
     outcome: Outcome | None = None
     _headers: Headers = []
-    _load: Headers = []  # the worker's load report, if the client has requested one
+    _passed: Headers = []  # the headers that the client gets in an answer with a journal
     _form: AnswerForm = WHOLE
     _tail: bytes = b""  # an incomplete event
     _last: bytes = b""  # the events passed on last
@@ -178,14 +180,14 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
                 self.journalled = True
             elif name == REPLAYED:
                 self._vetted = True
-            elif name == LOAD:
-                self._load = [(name, value)]
+            elif name in PASSED:
+                self._passed = [*self._passed, (name, value)]
         if status != 200 or not streams:
             return
         if not exchange.info.stream and self.journalled:
             self._form = AnswerForm.JOURNALLED
             return
-        exchange.begin_stream(self.worker, STREAM_HEADERS + self._load if self.journalled else _streamed(headers))
+        exchange.begin_stream(self.worker, STREAM_HEADERS + self._passed if self.journalled else _streamed(headers))
         self._form = AnswerForm.EVENTS if self.journalled else AnswerForm.FOREIGN_EVENTS
 
     def data(self, data: bytes) -> None:
@@ -325,7 +327,7 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
         if self._form is AnswerForm.WHOLE:
             return Answered(self.status, self._headers, b"".join(self._body))
         if self._form is AnswerForm.JOURNALLED:
-            return whole_answer(b"".join(self._body), self._load) or Lost("its answer ended early")
+            return whole_answer(b"".join(self._body), self._passed) or Lost("its answer ended early")
         if self._form is AnswerForm.EVENTS and not (self._last.endswith(DONE) or failed_with(self._last)):
             return Lost("its answer ended early")
         return Streamed()
@@ -382,10 +384,10 @@ def _events_end(data: bytes) -> int:
     return max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3) if b"\n\n" in data or b"\n\r\n" in data else 0
 
 
-def whole_answer(events: bytes, load: Headers | None = None) -> Answered | None:
-    """Return the whole answer at the end of a journal; None if it is missing. `load` is the worker's load report."""
+def whole_answer(events: bytes, passed: Headers | None = None) -> Answered | None:
+    """Return the whole answer at the end of a journal; None if it is missing. `passed` are headers of the worker's."""
     whole = last_data(events)
-    return None if whole is None else Answered(failed_with(events) or 200, JSON + load if load else JSON, whole)
+    return None if whole is None else Answered(failed_with(events) or 200, JSON + passed if passed else JSON, whole)
 
 
 def _streamed(headers: Headers) -> Headers:

@@ -2,34 +2,56 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import pytest
 
-from headgate.text.tools import ParsedCall, ToolFormat, ToolParser, format_of, parse_calls
+from headgate.text.parsers.events import CallDelta, Content, Event
+from headgate.text.parsers.json_calls import GRANITE, HERMES, LLAMA, MISTRAL, JsonCalls, Markup
 
 NAMES = ("get_weather", "add")
-HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.MISTRAL
+FORMATS = (HERMES, LLAMA, MISTRAL, GRANITE)
 
 
-def parse(text: str, format: ToolFormat = HERMES) -> tuple[str, list[tuple[str, str]]]:
+@dataclass(frozen=True)
+class ParsedCall:
+    id: str
+    name: str
+    arguments: str
+
+
+def parse_calls(text: str, format: Markup, *, names: Collection[str], seed: str) -> tuple[str, list[ParsedCall]]:
+    parser = JsonCalls(format, names=names, seed=seed)
+    return added_up([parser.feed(text), parser.finish()])
+
+
+def added_up(batches: list[list[Event]]) -> tuple[str, list[ParsedCall]]:
+    """Return the content and calls that a client gets by adding up deltas."""
+    content, calls = "", []
+    for event in chain(*batches):
+        match event:
+            case Content(text):
+                content += text
+            case CallDelta(index, arguments, id, name):
+                if name is not None:
+                    assert index == len(calls) and id
+                    calls.append(ParsedCall(id, name, ""))
+                calls[index] = replace(calls[index], arguments=calls[index].arguments + arguments)
+    return content, calls
+
+
+def parse(text: str, format: Markup = HERMES) -> tuple[str, list[tuple[str, str]]]:
     content, calls = parse_calls(text, format, names=NAMES, seed="r")
     return content, [(call.name, call.arguments) for call in calls]
 
 
-def stream(pieces: list[str], format: ToolFormat) -> tuple[str, list[ParsedCall]]:
-    """Return the content and calls that a client gets by adding up deltas."""
-    parser = ToolParser(format, names=NAMES, seed="r")
-    content_so_far, calls = "", []
-    for content, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:
-        content_so_far += content
-        for delta in deltas:
-            if delta.name is not None:
-                assert delta.index == len(calls) and delta.id
-                calls.append(ParsedCall(delta.id, delta.name, ""))
-            call = calls[delta.index]
-            calls[delta.index] = ParsedCall(call.id, call.name, call.arguments + delta.arguments)
+def stream(pieces: list[str], format: Markup) -> tuple[str, list[ParsedCall]]:
+    parser = JsonCalls(format, names=NAMES, seed="r")
+    content, calls = added_up([*map(parser.feed, pieces), parser.finish()])
     assert parser.called == bool(calls)
-    return content_so_far, calls
+    return content, calls
 
 
 ONE = '{"name": "get_weather", "arguments": {"city": "Århus \\"}", "days": [1, {"a": null}]}}'
@@ -104,21 +126,19 @@ def test_a_stream_adds_up_to_the_same_however_it_is_split(format, answer, conten
 
 
 def test_arguments_are_streamed_as_they_are_generated():
-    parser = ToolParser(HERMES, names=NAMES, seed="r")
-    assert parser.push('<tool_call>\n{"name": "add"') == ("", [])
-    content, (head,) = parser.push(', "arguments": {"a": 1')
-    assert (content, head.index, head.name, head.arguments) == ("", 0, "add", '{"a": 1')
-    content, (more,) = parser.push("2")
-    assert (more.arguments, more.id, more.name) == ("2", None, None)
-    content, (last,) = parser.push("}}\n</tool_call>")
-    assert last.arguments == "}" and parser.finish() == ("", [])
+    parser = JsonCalls(HERMES, names=NAMES, seed="r")
+    assert parser.feed('<tool_call>\n{"name": "add"') == []
+    (head,) = parser.feed(', "arguments": {"a": 1')
+    assert isinstance(head, CallDelta) and (head.index, head.name, head.arguments) == (0, "add", '{"a": 1')
+    assert parser.feed("2") == [CallDelta(0, "2")]
+    assert parser.feed("}}\n</tool_call>") == [CallDelta(0, "}")] and parser.finish() == []
 
 
 def test_content_streams_at_once_unless_it_may_become_markup():
-    parser = ToolParser(HERMES, names=NAMES, seed="r")
-    assert parser.push("a < b") == ("a < b", [])
-    assert parser.push(" and <too") == (" and", [])
-    assert parser.push("ls>") == (" <tools>", [])
+    parser = JsonCalls(HERMES, names=NAMES, seed="r")
+    assert parser.feed("a < b") == [Content("a < b")]
+    assert parser.feed(" and <too") == [Content(" and")]
+    assert parser.feed("ls>") == [Content(" <tools>")]
 
 
 def test_calls_of_a_replayed_stream_have_the_same_ids_and_others_have_others():
@@ -146,25 +166,11 @@ def test_text_that_only_looks_like_markup_is_not_lost():
         "\n",
     ]
     for _ in range(500):
-        for format in ToolFormat:
+        for format in FORMATS:
             text = "".join(random_words.choices(parts, k=random_words.randrange(12)))
             content, calls = parse_calls(text, format, names=NAMES, seed="r")
             assert calls or content == text
             assert stream(list(text), format) == (content, calls)
-
-
-@pytest.mark.parametrize(
-    ("template", "format"),
-    [
-        ("{% for tool in tools %}<tool_call>{% endfor %}", HERMES),
-        ("{{ '[TOOL_CALLS]' }}", MISTRAL),
-        ('{{ \'{"name": function name, "parameters": dictionary}\' }}', LLAMA),
-        ("{{ messages }}", HERMES),
-        (None, HERMES),
-    ],
-)
-def test_the_tool_format_is_detected_from_the_template(template, format):
-    assert format_of(template) is format
 
 
 def test_arguments_are_the_json_that_was_generated():
