@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headgate.protocol.message import CLIENT_SHIFT, Abort, Message, Submit, client_of
+from headgate.protocol.message import CLIENT_SHIFT, Abort, EngineInfo, Message, Submit, client_of
 from headgate.protocol.output import Outputs
 from headgate.protocol.request import GenerateRequest
 
@@ -20,3 +20,8 @@ def test_an_id_contains_its_client():
 def test_outputs_need_one_id_per_token():
     with pytest.raises(ValueError, match="each token has one id"):
         Outputs(ids=[1], tokens=[2, 3])
+
+
+def test_groups_of_layers_divide_the_blocks_among_them():
+    info = EngineInfo(100, 50, (), 10, 32, 4, "cpu", "torch", "float32", groups=2)
+    assert info.kv_tokens == 160
