@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 from benchmarks.checkpoint import SHAPES, config_of
-from benchmarks.gpu.bench import BANDWIDTH, Clients, open_random, params, random_prompts
+from benchmarks.gpu.bench import BANDWIDTH, Clients, chosen_share, open_random, params, random_prompts
 from torch.profiler import ProfilerActivity, profile
 
 import headgate.device.tensor_parallel.parallelism as parallelism
 from headgate.config import FP8, EngineConfig
 from headgate.engine.build import build_engine
 from headgate.layers.backend import Fp8
-from headgate.layers.batch import Batch
+from headgate.layers.batch import Batch, of_groups
 from headgate.layers.formats import floating
 from headgate.layers.triton.draw import draw_tokens
 from headgate.models import Config, Network, build_model, spec_of
@@ -68,11 +68,12 @@ def random_model(shape: str, fp8: str) -> Network:
     return model
 
 
-def decode_batch(rows: int, context: int, vocab: int) -> Batch:
+def decode_batch(rows: int, context: int, vocab: int, groups: int) -> Batch:
+    """A step of `rows` sequences. All groups of layers use the same blocks: the values of the KV do not matter here."""
     width = -(-context // BLOCK_SIZE)
     tables = torch.randperm(rows * width, device="cuda").int().view(rows, width)
     last = context - 1
-    return Batch(
+    batch = Batch(
         tokens=torch.randint(vocab, (rows,), device="cuda"),
         positions=torch.full((rows,), last, device="cuda"),
         slots=tables[:, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE,
@@ -83,11 +84,12 @@ def decode_batch(rows: int, context: int, vocab: int) -> Batch:
         max_context=context,
         order=torch.arange(rows, dtype=torch.int32, device="cuda"),
     )
+    return of_groups([batch] * groups)
 
 
 @torch.inference_mode()
 def profile_rows(model: Network, kv: list[Any], rows: int, context: int) -> dict[str, Any]:
-    batch = decode_batch(rows, context, model.spec.vocab)
+    batch = decode_batch(rows, context, model.spec.vocab, len(model.spec.kv_layout.windows))
     temperatures = torch.full((rows,), 0.6, device="cuda")
     keys = torch.arange(rows, device="cuda")
 
@@ -121,15 +123,18 @@ def profile_rows(model: Network, kv: list[Any], rows: int, context: int) -> dict
 
 def step_floors(model: Network, rows: int, context: int) -> dict[str, float]:
     """Milliseconds for reading KV, and for reading or multiplying the matrices, whichever is longer."""
-    read_kv = rows * context * model.kv_bytes_per_block(BLOCK_SIZE) / BLOCK_SIZE / BANDWIDTH
+    tokens = sum(min(context, window or context) for window in model.spec.kv_layout.windows)
+    read_kv = rows * tokens * model.kv_bytes_per_block(BLOCK_SIZE) / BLOCK_SIZE / BANDWIDTH
+    chosen = chosen_share(model.spec)
     read, multiply = 0.0, 0.0
     for name, parameter in model.parameters():
         if len(parameter.shape) < 2 or ("embed" in name and not model.spec.tied):
             continue
         size = torch.Size(parameter.shape).numel()
         eight = "layers" in name and model.backend.name.endswith("fp8")
-        read += size * (1 if eight else 2) / BANDWIDTH
-        multiply += 2 * size * rows / (FP8_FLOPS if eight else BF16_FLOPS)
+        share = chosen if ".experts." in name else 1.0
+        read += size * (1 - (1 - share) ** rows) * (1 if eight else 2) / BANDWIDTH
+        multiply += 2 * size * share * rows / (FP8_FLOPS if eight else BF16_FLOPS)
     return {"attention": read_kv * 1000, "matrix products": max(read, multiply) * 1000}
 
 
@@ -212,7 +217,7 @@ def run_work(shape: str, fp8: str, work: str, how: dict[str, Any]) -> dict[str, 
         "seconds": round(elapsed, 2),
         "output_tokens_per_s": round(clients.tokens / elapsed),
         "preemptions": counters.preemptions,
-        "kv_tokens": blocks * BLOCK_SIZE,
+        "kv_tokens": blocks * BLOCK_SIZE // len(engine.scheduler.pool.groups),
         "decode_steps": len(decode),
         "decode_s": round(sum(decode) / 1000, 2),
         "decode_ms": [round(median(decode), 2), round(mean(decode), 2)] if decode else None,
