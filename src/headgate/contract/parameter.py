@@ -1,4 +1,4 @@
-"""How a sampling parameter is declared, and functions that derive checks, body fields and translations from a table.
+"""Declares sampling parameters: from a table of them follow the checks, the body fields and the names in every API.
 
 A table is a msgspec struct whose fields are annotated with `SamplingParameter`: the struct gives name, type and default,
 the annotation everything else. `contract.sampling` has the tables; this module does not depend on single parameters.

@@ -231,7 +231,7 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either a text or the messages of a chat."""
+    """`POST /tokenize`: give either `prompt` or `messages`, and not both."""
 
     model: str | None = None
     prompt: str | None = None

@@ -55,7 +55,7 @@ class Sequence:
     computed: int = 0  # positions whose KV is written, or will be written by a launched step
     sampling: int = 0  # tokens sampled on the device that have not landed yet
     holds: int = 0  # launched steps and transfers that still use its blocks or row
-    published: int = 0  # leading stripes already offered to the prefix cache
+    published: int = 0  # leading stripes that need no publishing: found in the prefix cache, or published
     pure: bool = True  # all its KV belongs to the current weights, and may be published or exported
     ticket: Ticket | None = None  # names KV in another engine; valid for one fetch
     suspended: bool = False  # its client does not read; no more tokens are computed for now

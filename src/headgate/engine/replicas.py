@@ -146,7 +146,11 @@ class Replicas:
             stream.end(cause)
 
     async def _choose(self, answer: MovingStream, left_s: float | None) -> tuple[int, EngineClient] | None:
-        """Return the usable engine with the fewest streams, and wait if there is none; None if `answer` is ending."""
+        """Return the usable engine with the fewest streams, or None if the request is being ended.
+
+        Waits if no engine is usable. Raises EngineDead if that takes too long, if all engines have outdated weights, or
+        if the server is shutting down.
+        """
         if not self._usable() and not answer.ending:
             await self._wait_for_engine(answer, MOVE_TIMEOUT_S if left_s is None else left_s)
         if answer.ending:

@@ -1,1 +1,4 @@
-"""Finds models: a local folder, a GGUF file, the default model, or the Hugging Face cache. No torch."""
+"""Finds the files of a model: in a local folder, in the Hugging Face cache, or by downloading them.
+
+Does not import torch.
+"""

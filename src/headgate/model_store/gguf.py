@@ -321,7 +321,7 @@ def hub_tensors(file: GGUFFile) -> list[NamedTensor]:
 
 
 def _hub_name(file: GGUFFile, family: _Family, name: str) -> tuple[str, str]:
-    """Return the hub name of a tensor, and the part of the model that it belongs to."""
+    """Return the tensor's name in a Hugging Face checkpoint, and the GGUF name of its module, such as `attn_q`."""
     if match := _LAYER_NAME.fullmatch(name):
         layer, part, suffix = match.groups()
         hub_part = family.parts.get(part) or _LAYER_PARTS.get(part)

@@ -35,7 +35,7 @@ CUT_TOKENS = 64  # maximum number of tokens that splitting a text can add
 
 
 class Tokenizer:
-    """A `tokenizers` backend, and its begin and end tokens. Safe to share between threads."""
+    """A `tokenizers` backend, and its BOS and EOS tokens. Safe to share between threads."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, bos_token: str | None = None, eos_token: str | None = None

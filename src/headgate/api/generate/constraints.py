@@ -76,7 +76,7 @@ def constraint_for(
     chosen, callable_tools = choose_tools(declared, tool_choice)
     match chosen:
         case "required":
-            # A named function is called once, as in OpenAI's API.
+            # If `tool_choice` names a function, the answer is one call of it, as in OpenAI's API.
             several = parallel_tool_calls and not isinstance(tool_choice, Mapping)
             rules = call_rules(markup, callable_tools, parallel=several)
             return checked(f"start: calls\n{rules}", param="tools")

@@ -26,7 +26,7 @@ WHOLE_EVERY_S = 0.05  # how often the journal of a complete answer is sent while
 
 
 def asked_at(request: Request) -> int | None:
-    """The time of the original request, in seconds since 1970; None if the client does not request a journal."""
+    """The Unix time in the header `X-Headgate-Journal`; None if the header is absent: the caller wants no journal."""
     value = request.headers.get(HEADER)
     if value is None:
         return None

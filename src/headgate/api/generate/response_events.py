@@ -1,4 +1,4 @@
-"""The output items of a response, and the stream events that report them.
+"""The output items of a Responses API response, and the stream events that report them.
 
 At most one item is open. This module opens, closes and numbers items; `ResponsesFormat` supplies their content.
 """

@@ -104,7 +104,10 @@ class WeightUpdates:
             self._controls.forget_prefixes([reply.worker])
 
     def set_wanted(self, update: dict[str, Any] | None, version: int) -> None:
-        """Note that every worker that is up has this version. Workers with older weights get no requests."""
+        """Record that all live workers have `version`, so that workers with older weights get no requests.
+
+        `update` is sent to workers that come back later; None: they cannot get these weights from the router.
+        """
         self.last_update = update
         self._fleet.wanted_version = version
         self._fleet.set_floor()

@@ -143,7 +143,8 @@ class Upstream(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             return self._fail(f"it does not speak HTTP: {error}")
         if not data.endswith(b"\r\n"):
-            self._between = False  # part of the next chunk's size may have arrived, which the parser does not report
+            # The data may end inside the size line of the next chunk, which the parser does not report.
+            self._between = False
         if self._in_head:  # `on_header` is not called for a header that never ends
             self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -158,7 +159,7 @@ class Upstream(asyncio.Protocol):
         return None
 
     def _recognised(self, data: bytes) -> bool:
-        """Deliver `data` without the parser if it is a complete response with a known head; returns whether it was."""
+        """Deliver `data` without the parser if it is a complete response with a known head; returns whether it is one."""
         known = self._pool.read_answer(data, self._pool.heads)
         if known is None:
             return False

@@ -296,7 +296,10 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
             self.fail(f"its answer has more than {LONGEST_ANSWER} bytes")
 
     def _collect_journal(self, data: bytes) -> None:
-        """Collect a journal that is followed by the whole answer."""
+        """Collect a piece of an answer that is not streamed: comments of the journal, then the complete answer.
+
+        The exchange records the journal; the answer is kept in `_body`.
+        """
         if self._tail or not data.endswith(b"\n\n") or BOUND in data:
             data = self._whole_events(data)
         if WITHHELD in data:

@@ -27,9 +27,9 @@ from headgate.testing.tiny import tiny_model
 
 log = logging.getLogger(__name__)
 
-LAST_ACTIONS_S = 240.0  # how long running actions have to finish
-CALM_S = 240.0  # how long clients have to finish after the last fault
-READY_S = 120.0  # how long servers have to restart
+LAST_ACTIONS_S = 240.0  # time limit for actions that are still running after the last fault
+CALM_S = 240.0  # time limit for clients to finish after the last fault
+READY_S = 120.0  # time limit for all servers to be ready at the end
 KV_BLOCKS = 384  # few enough that requests sometimes wait or are preempted
 SERVED = ("--device", "cpu", "--kv-blocks", str(KV_BLOCKS), "--drain-timeout", "5", "--kv-times", "10,5,10")
 COUNTED = ("retries", "resumes", "prefills_lost")

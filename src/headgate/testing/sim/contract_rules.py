@@ -43,14 +43,20 @@ def timeout_of(path: str, body: Any) -> float:
 
 
 def late_answer(called: str, reply: ReceivedAnswer, timeout_s: float, stopped_s: float) -> Iterator[str]:
-    """Guarantee 61: a control call is answered in time. `stopped_s` is how long the called process was itself stopped."""
+    """Guarantee 61: a control call is answered in time.
+
+    `stopped_s` is how long the called process was suspended (as by SIGSTOP); that time does not count.
+    """
     took_s = reply.ended_s - reply.began_s - stopped_s
     if took_s > timeout_s + SLACK_S + NETWORK_S:
         yield f"61: {called} with a timeout of {timeout_s:g} s was answered after {took_s:.2f} s"
 
 
 def missed_deadline(request: PlannedRequest, stopped_s: float) -> Iterator[str]:
-    """Guarantee 69: a request ends at its deadline. `stopped_s` is how long the called process was itself stopped."""
+    """Guarantee 69: a request ends at its deadline.
+
+    `stopped_s` is how long the called process was suspended (as by SIGSTOP); that time does not count.
+    """
     due_ms = request.body.get("deadline_ms")
     if due_ms is None or request.behaviour.slow_s or request.behaviour.stalls or request.disturbed:
         return

@@ -286,7 +286,7 @@ class SimFleet:
         return hostile.key_of(tenant if self.plan.tenants else "")
 
     def _check_answer(self, to: str, path: str, body: Any, reply: ReceivedAnswer, stopped_s: float) -> None:
-        """Check the conditions that hold for every control answer, whatever has happened."""
+        """Check one answer to a control call. Which checks apply depends on the faults of the run."""
         complaints: list[str] = []
         isolated = any(action.kind == "lose_machine" and action.target == to for action in self.plan.actions)
         if not isolated and not (path == "/v1/update_weights" and body and "strategy" in body):

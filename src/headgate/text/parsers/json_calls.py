@@ -19,17 +19,20 @@ from headgate.text.parsers.scanner import Parser, Reading
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """The markup of a format: what the parser expects around calls, and the parts of a call for the grammar."""
+    """The markup of a format: what a parser accepts around calls, and what a grammar enforces there.
+
+    The parser uses the fields up to `closing`, a grammar those from `arguments` on.
+    """
 
     marker: str
     bare: str  # how calls begin without the marker
     opening: str = ""  # allowed between the marker and the first call, besides blanks
     separators: str = ""  # allowed between two calls
     closing: str = ""
-    arguments: str = "arguments"
-    before: str = ""
-    between: str = ""  # the text between two calls; "" if an answer can have only one call
-    after: str = ""
+    arguments: str = "arguments"  # the key of the arguments
+    before: str = ""  # the text before the first call
+    between: str = ""  # the text between two calls; if it is empty, a grammar allows one call
+    after: str = ""  # the text after the last call
 
 
 HERMES = Markup(  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
