@@ -124,14 +124,17 @@ def source_of(package: Path, jobs: int) -> str:
     return found[1]
 
 
-def test_runs_of_the_same_source_have_the_same_fingerprint_and_others_do_not(tmp_path):
+def test_runs_of_the_same_code_have_the_same_fingerprint_and_others_do_not(tmp_path):
     package = Path(headgate.__file__).parent
     copy = tmp_path / "elsewhere" / "headgate"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     unchanged = source_of(package, jobs=1)
     assert source_of(copy, jobs=2) == unchanged
-    with (copy / "core" / "scheduler.py").open("a") as module:
-        module.write("# a comment\n")
+    scheduler = copy / "core" / "scheduler.py"
+    code = scheduler.read_text()
+    scheduler.write_text(code.replace('"""', '"""In other words: ', 1) + "# a comment\n")
+    assert source_of(copy, jobs=1) == unchanged
+    scheduler.write_text(code + "assert True\n")
     assert source_of(copy, jobs=1) != unchanged
 
 
