@@ -1,4 +1,4 @@
-"""The table in docs/lifecycle.md: every sentence of the contract has a test, and every test that it names exists."""
+"""The table in docs/lifecycle.md: every guarantee has a test, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SENTENCES = range(1, 81)
+GUARANTEES = range(1, 81)
 
 ROW = re.compile(r"^\| (\d+) \| .* \| (.*) \|$", re.MULTILINE)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
@@ -27,12 +27,12 @@ def functions_in(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def test_every_sentence_has_a_row():
-    assert list(rows()) == list(SENTENCES)
+def test_every_guarantee_has_a_row():
+    assert list(rows()) == list(GUARANTEES)
 
 
 @pytest.mark.parametrize(("number", "tests"), rows().items())
-def test_the_tests_of_a_sentence_exist(number: int, tests: list[tuple[str, str]]):
-    assert tests, f"sentence {number} has no test"
+def test_the_tests_of_a_guarantee_exist(number: int, tests: list[tuple[str, str]]):
+    assert tests, f"guarantee {number} has no test"
     for path, name in tests:
         assert name.startswith("test_") and name in functions_in(path), f"{path} has no {name}"

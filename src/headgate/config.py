@@ -71,7 +71,7 @@ class EngineConfig:
     kv_peers: tuple[str, ...] = LOOPBACK  # networks that KV may be fetched from
     lease_s: float = 30.0  # how long KV is kept for an engine that does not renew its lease
     kv_wait_s: float = 10.0  # how long a KV transfer may make no progress before the prompt is computed locally
-    export_wait_s: float = 30.0  # how long a request to export KV may wait for free blocks
+    export_wait_s: float = 30.0  # how long a request to export KV may wait for a row and blocks
     on_preempt: str = "recompute"  # or reschedule: end a preempted request, to be resumed on another server
     crash_folder: str | None = None  # where an engine writes its last plans when it crashes; None: a temporary folder
 

@@ -15,7 +15,7 @@ COMPLETIONS = "/v1/completions"
 
 
 @dataclass
-class Heard:
+class Received:
     """What one client received."""
 
     status: int = 0
@@ -35,7 +35,7 @@ class Heard:
         assert len(self.ends) == 1, self
         return self.ends[0]
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def add(self, event: dict[str, Any]) -> None:
         self.error = event.get("error") or self.error
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ()):
@@ -62,39 +62,39 @@ def asking(tokens: int = 8, prompt: Any = "hello", **more: Any) -> dict[str, Any
 
 
 async def stream(
-    url: str, body: dict[str, Any], heard: Heard, path: str = COMPLETIONS, key: str | None = None
-) -> Heard:
+    url: str, body: dict[str, Any], received: Received, path: str = COMPLETIONS, key: str | None = None
+) -> Received:
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     async with call(HttpAddress.of(url), "POST", path, json.dumps(body).encode(), key) as answer:
-        heard.status, heard.headers = answer.status, dict(answer.headers)
+        received.status, received.headers = answer.status, dict(answer.headers)
         if answer.status != 200:
-            heard.error = json.loads(await answer.body())["error"]
-            heard.begun.set()
-            return heard
+            received.error = json.loads(await answer.body())["error"]
+            received.begun.set()
+            return received
         async for line in answer.lines():
-            heard.comments += line.startswith(b":")
+            received.comments += line.startswith(b":")
             if line == b"data: [DONE]":
-                heard.done = True
+                received.done = True
             elif line.startswith(b"data: "):
-                heard.hear(json.loads(line.removeprefix(b"data: ")))
-    heard.begun.set()
-    return heard
+                received.add(json.loads(line.removeprefix(b"data: ")))
+    received.begun.set()
+    return received
 
 
 @asynccontextmanager
-async def streaming(url: str, bodies: list[dict[str, Any]], **options: Any) -> AsyncIterator[list[Heard]]:
+async def streaming(url: str, bodies: list[dict[str, Any]], **options: Any) -> AsyncIterator[list[Received]]:
     """Start streams, yield them while they are in progress, and read them completely when the context exits."""
-    heard = [Heard() for _ in bodies]
+    received = [Received() for _ in bodies]
     async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
-        for body, each in zip(bodies, heard, strict=True):
+        for body, each in zip(bodies, received, strict=True):
             tasks.create_task(stream(url, body, each, **options))
-        yield heard
+        yield received
 
 
-async def begun(heard: list[Heard], count: int | None = None) -> None:
+async def begun(received: list[Received], count: int | None = None) -> None:
     """Wait until this many streams have their first token."""
-    wanted = len(heard) if count is None else count
-    await until(lambda: sum(each.begun.is_set() for each in heard) >= wanted)
+    wanted = len(received) if count is None else count
+    await until(lambda: sum(each.begun.is_set() for each in received) >= wanted)
 
 
 async def until(true: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60) -> None:

@@ -1,4 +1,4 @@
-"""Aborts through HTTP, on a real engine. Numbers are sentences of docs/lifecycle.md."""
+"""Aborts through HTTP, on a real engine. Numbers are guarantees of docs/lifecycle.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from headgate.contract.keys import Keys
 from headgate.protocol.message import EngineStatus
 from headgate.testing.tiny import tiny_model
-from tests.api.clients import Heard, Missed, asking, begun, get, post, send, streaming, unless_missed, until
+from tests.api.clients import Missed, Received, asking, begun, get, post, send, streaming, unless_missed, until
 from tests.api.live import LiveServer, live_server
 
 LONG = 15000  # tokens: many seconds of work, so that a test can act meanwhile
@@ -103,11 +103,11 @@ ROOT = {"key": "root"}
 )
 def test_1_an_abort_that_names_nothing_is_refused_and_aborts_nothing(server: LiveServer, body: Any, param: str):
     async def main() -> None:
-        async with streaming(server.url, [asking(400)], **ROOT) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(400)], **ROOT) as (received,):
+            await begun([received])
             refused = await abort(server, **body)
             assert refused.status == 400 and refused.body["error"]["param"] == param
-        assert heard.end == ("length", "max_tokens")
+        assert received.end == ("length", "max_tokens")
 
     asyncio.run(main())
 
@@ -115,15 +115,15 @@ def test_1_an_abort_that_names_nothing_is_refused_and_aborts_nothing(server: Liv
 def test_2_an_abort_lists_aborted_finished_and_unknown_requests(server: LiveServer):
     async def main() -> None:
         await post(server.url, "/v1/completions", asking(request_id="done"), "root")
-        async with streaming(server.url, [asking(LONG, request_id="live")], **ROOT) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(LONG, request_id="live")], **ROOT) as (received,):
+            await begun([received])
             told = await abort(server, req_ids=["live", "done", "nobody", "live-7", "live"])
             assert told.status == 200 and told.body["status"] == "success" and told.body["request_id"]
             (entry,) = told.result["aborted"]
             assert told.result["not_found"] == ["nobody", "live-7"]
             assert told.result["already_finished"] == ["done"] and told.result["errors"] == []
-        assert entry == {"request_id": "live", "output_token_count": len(heard.tokens)}
-        assert heard.end == ("abort", "api_abort") and 0 < len(heard.tokens) < LONG
+        assert entry == {"request_id": "live", "output_token_count": len(received.tokens)}
+        assert received.end == ("abort", "api_abort") and 0 < len(received.tokens) < LONG
 
     asyncio.run(main())
 
@@ -139,40 +139,40 @@ def test_2_the_id_in_the_body_of_an_answer_also_identifies_its_request(server: L
 
 def test_3_an_abort_is_answered_after_blocks_are_freed_and_the_client_has_the_end(server: LiveServer):
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG) for _ in range(2 * ROOM)], **ROOT) as heard:
-            await begun(heard, ROOM)
+        async with streaming(server.url, [asking(LONG) for _ in range(2 * ROOM)], **ROOT) as received:
+            await begun(received, ROOM)
             await until(lambda: len(server.api.ledger.live) == 2 * ROOM)
             told = await abort(server, abort_all=True)
             after = await status(server)
             assert (after.running, after.waiting, after.held_blocks) == (0, 0, 0) and not server.api.ledger.live
             assert len(told.result["aborted"]) == 2 * ROOM
         counts = {entry["output_token_count"] for entry in told.result["aborted"]}
-        assert counts == {len(each.tokens) for each in heard}
+        assert counts == {len(each.tokens) for each in received}
 
     asyncio.run(main())
 
 
 def test_3_59_an_abort_that_times_out_lists_what_is_still_held(server: LiveServer):
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG, request_id="held")], **ROOT) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(LONG, request_id="held")], **ROOT) as (received,):
+            await begun([received])
             with server.stopped():
                 told = await abort(server, req_ids=["held"], timeout=0.1)
             assert told.status == 202 and told.body["status"] == "accepted"
             assert told.result["aborted"] == [] and ids(told.result["errors"]) == {"held"}
-        assert heard.end == ("abort", "api_abort")
+        assert received.end == ("abort", "api_abort")
 
     asyncio.run(main())
 
 
 def test_59_an_abort_without_wait_is_answered_with_accepted(server: LiveServer):
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG, request_id="x")], **ROOT) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(LONG, request_id="x")], **ROOT) as (received,):
+            await begun([received])
             told = await abort(server, req_ids=["x", "y"], wait=False)
             assert told.status == 202 and told.body["status"] == "accepted"
             assert told.result["accepted"] == ["x"] and told.result["not_found"] == ["y"]
-        assert heard.end == ("abort", "api_abort")
+        assert received.end == ("abort", "api_abort")
 
     asyncio.run(main())
 
@@ -180,19 +180,19 @@ def test_59_an_abort_without_wait_is_answered_with_accepted(server: LiveServer):
 def test_4_the_request_id_aborts_every_choice_and_a_choice_id_only_that_one(server: LiveServer):
     async def main(longer: int) -> None:
         body = asking(1500 * longer, request_id="n", n=3, seed=5, temperature=1)
-        async with streaming(server.url, [body], **ROOT) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [body], **ROOT) as (received,):
+            await begun([received])
             told = await abort(server, req_ids=["n-1"])
             if told.result["already_finished"]:
                 raise Missed
             assert ids(told.result["aborted"]) == {"n-1"}
             assert (await abort(server, req_ids=["n-1"])).result["already_finished"] == ["n-1"]
-        assert sorted(heard.ends) == [("abort", "api_abort"), ("length", "max_tokens"), ("length", "max_tokens")]
-        async with streaming(server.url, [asking(LONG, request_id="n", n=3)], **ROOT) as (heard,):
-            await begun([heard])
+        assert sorted(received.ends) == [("abort", "api_abort"), ("length", "max_tokens"), ("length", "max_tokens")]
+        async with streaming(server.url, [asking(LONG, request_id="n", n=3)], **ROOT) as (received,):
+            await begun([received])
             told = await abort(server, req_ids=["n"])
-        assert heard.ends == [("abort", "api_abort")] * 3
-        assert told.result["aborted"] == [{"request_id": "n", "output_token_count": len(heard.tokens)}]
+        assert received.ends == [("abort", "api_abort")] * 3
+        assert told.result["aborted"] == [{"request_id": "n", "output_token_count": len(received.tokens)}]
 
     unless_missed(main)
 
@@ -206,17 +206,18 @@ def test_5_the_client_of_an_aborted_stream_gets_every_token_once(server: LiveSer
         body = asking(LONG, seed=3)
         if path.startswith("/v1/chat"):
             body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
-        async with streaming(server.url, [body | {"request_id": "cut"}], path=path, **ROOT) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [body | {"request_id": "cut"}], path=path, **ROOT) as (received,):
+            await begun([received])
             told = await abort(server, req_ids=["cut"])
-        count = len(heard.tokens)
+        count = len(received.tokens)
         whole = (await post(server.url, path, body | {"max_tokens": count}, "root")).body
         (choice,) = whole["choices"]
-        assert heard.status == 200 and heard.end == ("abort", "api_abort") and heard.done and heard.error is None
-        assert heard.tokens == choice["completion_token_ids"]
-        assert heard.text == (choice["text"] if "text" in choice else choice["message"]["content"])
-        assert heard.usage is not None and heard.usage["completion_tokens"] == count
-        assert heard.usage["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+        assert received.status == 200 and received.end == ("abort", "api_abort")
+        assert received.done and received.error is None
+        assert received.tokens == choice["completion_token_ids"]
+        assert received.text == (choice["text"] if "text" in choice else choice["message"]["content"])
+        assert received.usage is not None and received.usage["completion_tokens"] == count
+        assert received.usage["prompt_tokens"] == whole["usage"]["prompt_tokens"]
         assert told.result["aborted"] == [{"request_id": "cut", "output_token_count": count}]
 
     asyncio.run(main())
@@ -265,9 +266,9 @@ def test_6_a_waiting_request_is_aborted_without_ever_running(server: LiveServer)
     asyncio.run(main())
 
 
-async def phase(server: LiveServer, id: str, wanted: str, heard: Heard | None = None) -> None:
+async def phase(server: LiveServer, id: str, wanted: str, received: Received | None = None) -> None:
     async def there() -> bool:
-        if heard is not None and heard.ends:
+        if received is not None and received.ends:
             raise Missed
         told = await get(server.url, f"/v1/requests/{id}", "root")
         return told.status == 200 and told.body["status"] == "in_flight" and told.body["request"]["phase"] == wanted
@@ -278,13 +279,13 @@ async def phase(server: LiveServer, id: str, wanted: str, heard: Heard | None = 
 def test_6_a_prefilling_request_is_aborted_at_the_next_step(server: LiveServer):
     async def main(longer: int) -> None:
         prompt = [i % 250 + longer for i in range(12000)]  # differs from the earlier prompt, which is cached
-        async with streaming(server.url, [asking(8, prompt=prompt, request_id="long")], **ROOT) as (heard,):
-            await phase(server, "long", "running", heard)
+        async with streaming(server.url, [asking(8, prompt=prompt, request_id="long")], **ROOT) as (received,):
+            await phase(server, "long", "running", received)
             told = await abort(server, req_ids=["long"])
-            if heard.tokens:
+            if received.tokens:
                 raise Missed
             assert ids(told.result["aborted"]) == {"long"} and (await status(server)).held_blocks == 0
-        assert heard.end == ("abort", "api_abort") and heard.tokens == []
+        assert received.end == ("abort", "api_abort") and received.tokens == []
 
     unless_missed(main)
 
@@ -293,13 +294,13 @@ def test_6_a_request_on_a_frozen_engine_is_aborted_at_once(server: LiveServer):
     async def main() -> None:
         async with streaming(
             server.url, [asking(LONG, request_id=f"f{i}") for i in range(ROOM + 1)], **ROOT
-        ) as heard:
-            await begun(heard, ROOM)
+        ) as received:
+            await begun(received, ROOM)
             await post(server.url, "/v1/pause", {"mode": "freeze"}, "root")
             told = await abort(server, abort_all=True)
             assert len(told.result["aborted"]) == ROOM + 1 and (await status(server)).held_blocks == 0
             await post(server.url, "/v1/resume", None, "root")
-        assert {each.end for each in heard} == {("abort", "api_abort")}
+        assert {each.end for each in received} == {("abort", "api_abort")}
 
     asyncio.run(main())
 
@@ -353,13 +354,13 @@ def test_6_a_request_that_waits_for_an_engine_is_aborted_without_one(model: Path
         assert replica.pid is not None
         os.kill(replica.pid, signal.SIGKILL)
         await until(lambda: replica.client is None)
-        async with streaming(server.url, [asking(request_id="none")]) as (heard,):
-            await until(lambda: any(0 in r.streams for r in server.api.ledger.named("none")) or bool(heard.ends))
+        async with streaming(server.url, [asking(request_id="none")]) as (received,):
+            await until(lambda: any(0 in r.streams for r in server.api.ledger.named("none")) or bool(received.ends))
             told = await post(server.url, "/v1/abort_requests", {"req_ids": ["none"]})
             if replica.client is not None:
                 raise Missed  # an engine has restarted
             assert told.result["aborted"] == [{"request_id": "none", "output_token_count": 0}]
-        assert heard.end == ("abort", "api_abort")
+        assert received.end == ("abort", "api_abort")
 
     with live_server(model, device="cpu", kv_blocks=600) as server:
         unless_missed(lambda _: main(server))
@@ -389,10 +390,10 @@ def test_7_aborting_twice_while_finishing_or_after_a_disconnect_is_bounded_and_l
 def test_8_an_abort_without_an_id_is_logged_counted_and_ignored(server: LiveServer, body: Any, caplog: Any):
     async def main() -> None:
         before = server.api.ledger.metrics.aborts_ignored
-        async with streaming(server.url, [asking(300)], **ROOT) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(300)], **ROOT) as (received,):
+            await begun([received])
             assert (await post(server.url, "/abort_request", body, "root")).status == 200
-        assert heard.end == ("length", "max_tokens")
+        assert received.end == ("length", "max_tokens")
         assert server.api.ledger.metrics.aborts_ignored == before + 1
 
     asyncio.run(main())
@@ -466,9 +467,9 @@ def test_with_the_same_id_each_tenant_ends_its_own_request_and_the_admin_all(ser
         counts = {each["tenant"]: each["output_token_count"] for each in told.result["aborted"]}
         assert counts == {"alice": len(alices[0].tokens), "bob": len(again[0].tokens)}
         assert alices[0].end == again[0].end == ("abort", "api_abort")
-        for key, heard in (("key-a", alices[0]), ("key-b", again[0])):
+        for key, received in (("key-a", alices[0]), ("key-b", again[0])):
             usage = (await get(server.url, "/v1/requests/same", key)).body["usage"]
-            assert usage["choices"][0]["output_tokens"] == len(heard.tokens)
+            assert usage["choices"][0]["output_tokens"] == len(received.tokens)
 
     asyncio.run(main())
 
@@ -479,16 +480,16 @@ def test_52_an_abort_by_tags_ends_exactly_the_requests_with_these_tags(server: L
             return asking(LONG, request_id=id, tags=tags)
 
         bodies = [tagged("t1", run="7", step="1"), tagged("t2", run="7", step="2"), tagged("t3", run="8", step="1")]
-        async with streaming(server.url, bodies, **ROOT) as heard:
-            await begun(heard)
+        async with streaming(server.url, bodies, **ROOT) as received:
+            await begun(received)
             told = await abort(server, tags={"run": "7", "step": "1"})
             assert ids(told.result["aborted"]) == {"t1"}
             told = await abort(server, tags={"run": "7"})
             assert ids(told.result["aborted"]) == {"t2"}
             assert (await abort(server, tags={"run": "9"})).result["aborted"] == []
-            assert not heard[2].ends
+            assert not received[2].ends
             assert ids((await abort(server, tags={"step": "1"})).result["aborted"]) == {"t3"}
-        assert {each.end for each in heard} == {("abort", "api_abort")}
+        assert {each.end for each in received} == {("abort", "api_abort")}
 
     asyncio.run(main())
 
@@ -515,7 +516,7 @@ def test_16_metrics_and_answers_distinguish_causes(server: LiveServer):
         grown = server.api.ledger.metrics.aborts - before
         assert grown == dict.fromkeys(["api_abort", "deadline", "client_disconnect", "pause"], 1)
 
-    def heard_text(heard: Any) -> str:
-        return heard.text[5:8]
+    def heard_text(received: Any) -> str:
+        return received.text[5:8]
 
     asyncio.run(main())

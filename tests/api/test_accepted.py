@@ -15,7 +15,7 @@ from headgate.api import state
 from headgate.api.control import abort
 from headgate.engine import replicas
 from headgate.testing.tiny import tiny_model
-from tests.api.clients import Heard, Told, asking, begun, post, send, streaming, until
+from tests.api.clients import Received, Told, asking, begun, post, send, streaming, until
 from tests.api.live import LiveServer, live_server
 from tests.api.test_bounds import resumed, signal_engine
 
@@ -78,7 +78,7 @@ def test_71_an_abort_ends_a_request_that_no_engine_has(server: LiveServer, unpla
     async def main() -> None:
         hindrance = AsyncExitStack()
         await hindrance.enter_async_context(unplaced(server))
-        async with hindrance, streaming(server.url, [asking(8)]) as heard, asyncio.TaskGroup() as tasks:
+        async with hindrance, streaming(server.url, [asking(8)]) as received, asyncio.TaskGroup() as tasks:
             whole = tasks.create_task(send(server.url, "POST", "/v1/completions", asking(8, n=3)))
             await accepted(server, 2)
             pausing = tasks.create_task(pause(server, "abort", new_requests))
@@ -87,7 +87,7 @@ def test_71_an_abort_ends_a_request_that_no_engine_has(server: LiveServer, unpla
             told = await pausing
             await until(lambda: not server.api.ledger.live)  # and not only after a resume
         assert told.result["aborted"] == 2
-        assert heard[0].end == ("abort", "pause") and not heard[0].tokens and heard[0].status == 200
+        assert received[0].end == ("abort", "pause") and not received[0].tokens and received[0].status == 200
         answer = whole.result()
         assert answer.status == 200 and answer.body["usage"]["completion_tokens"] == 0
         assert [(c["finish_reason"], c["cause"]) for c in answer.body["choices"]] == [("abort", "pause")] * 3
@@ -101,10 +101,10 @@ def test_71_an_abort_ends_a_request_that_no_engine_has(server: LiveServer, unpla
 def test_71_a_drain_and_a_freeze_keep_a_request_that_no_engine_has(
     server: LiveServer, unplaced: Any, mode: str, new_requests: str
 ):
-    async def main() -> list[Heard]:
+    async def main() -> list[Received]:
         hindrance = AsyncExitStack()
         await hindrance.enter_async_context(unplaced(server))
-        async with hindrance, streaming(server.url, [asking(8)]) as heard:
+        async with hindrance, streaming(server.url, [asking(8)]) as received:
             await accepted(server, 1)
             told = await pause(server, mode, new_requests)
             assert told.result["aborted"] == 0
@@ -114,13 +114,13 @@ def test_71_a_drain_and_a_freeze_keep_a_request_that_no_engine_has(
             if new_requests == "reject":
                 refused = await post(server.url, "/v1/completions", asking(1))
                 assert refused.status == 503 and refused.body["error"]["code"] == "paused"
-            assert not heard[0].tokens
+            assert not received[0].tokens
             await post(server.url, "/v1/resume")
-            await begun(heard)
-        return heard
+            await begun(received)
+        return received
 
-    [heard] = asyncio.run(main())
-    assert heard.end == ("length", "max_tokens") and len(heard.tokens) == 8
+    [received] = asyncio.run(main())
+    assert received.end == ("length", "max_tokens") and len(received.tokens) == 8
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
@@ -139,12 +139,12 @@ def test_61_an_abort_of_a_request_whose_prompt_is_being_tokenised_does_not_repor
     async def main() -> None:
         hindrance = AsyncExitStack()
         await hindrance.enter_async_context(without_threads(server))
-        async with hindrance, streaming(server.url, [asking(8, request_id="unread")]) as heard:
+        async with hindrance, streaming(server.url, [asking(8, request_id="unread")]) as received:
             await accepted(server, 1)
             told = await post(server.url, "/v1/abort_requests", {"req_ids": ["unread"], "timeout": 0.1})
             await hindrance.aclose()
         assert [error["message"] for error in told.result["errors"]] == [abort.UNPLACED]
-        assert heard[0].end == ("abort", "api_abort") and not heard[0].tokens
+        assert received[0].end == ("abort", "api_abort") and not received[0].tokens
 
     asyncio.run(main())
 
@@ -152,10 +152,10 @@ def test_61_an_abort_of_a_request_whose_prompt_is_being_tokenised_does_not_repor
 def test_19_71_a_request_that_arrives_during_a_pause_is_new_even_if_the_pause_is_repeated(server: LiveServer):
     async def main() -> None:
         await pause(server, "freeze")
-        async with streaming(server.url, [asking(8)]) as heard, without_threads(server):
+        async with streaming(server.url, [asking(8)]) as received, without_threads(server):
             await accepted(server, 1)
             await pause(server, "freeze")
             await pause(server, "abort")
-        assert heard[0].status == 503 and heard[0].error is not None and heard[0].error["code"] == "paused"
+        assert received[0].status == 503 and received[0].error is not None and received[0].error["code"] == "paused"
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ import pytest
 from headgate.api.accounting.ledger import Record
 from headgate.collector import collector_off
 from headgate.testing.tiny import tiny_model
-from tests.api.clients import COMPLETIONS, Heard, asking, begun, get, post, stream, streaming, until
+from tests.api.clients import COMPLETIONS, Received, asking, begun, get, post, stream, streaming, until
 from tests.api.live import LiveServer, live_server
 from tests.api.serving import wait_until
 
@@ -49,13 +49,13 @@ async def record(server: LiveServer, id: str) -> Any:
 def test_53_tokens_after_a_stop_string_are_in_the_record_and_not_in_the_answer(server: LiveServer):
     async def overshoot(stop: str, id: str, busy_s: float) -> int:
         body = asking(1000, prompt="a tale", stop=stop, request_id=id)
-        async with streaming(server.url, [body]) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [body]) as (received,):
+            await begun([received])
             # The API is busy, so the engine runs ahead of it.
             server.loop.call_soon_threadsafe(time.sleep, busy_s)
-        assert heard.end == ("stop", "stop_string")
+        assert received.end == ("stop", "stop_string")
         (choice,) = (await record(server, id))["choices"]
-        assert choice["output_tokens"] == len(heard.tokens) <= choice["engine_tokens"] <= 1000
+        assert choice["output_tokens"] == len(received.tokens) <= choice["engine_tokens"] <= 1000
         return choice["engine_tokens"] - choice["output_tokens"]
 
     async def main() -> None:
@@ -83,17 +83,17 @@ def test_53_each_choice_has_its_own_engine_tokens(server: LiveServer):
 def test_69_a_deadline_holds_while_engines_are_stopped_and_their_late_output_counts_once(server: LiveServer):
     async def main() -> None:
         bodies = [asking(LONG, n=2, deadline_ms=2000, request_id=f"held-{i}") for i in range(4)]
-        async with streaming(server.url, bodies) as heard:
-            await begun(heard)
+        async with streaming(server.url, bodies) as received:
+            await begun(received)
             whole = asyncio.create_task(post(server.url, COMPLETIONS, asking(LONG, deadline_ms=1000)))
             with server.stopped(0), server.stopped(1):
                 async with asyncio.timeout(15):
                     told = await whole
-                    await until(lambda: all(each.done for each in heard))
+                    await until(lambda: all(each.done for each in received))
         assert told.status == 200 and told.body["choices"][0]["finish_reason"] == "abort"
         assert told.body["choices"][0]["cause"] == "deadline"
         assert told.body["usage"]["completion_tokens"] == len(told.body["choices"][0]["completion_token_ids"])
-        for i, each in enumerate(heard):
+        for i, each in enumerate(received):
             assert each.ends == [("abort", "deadline")] * 2 and each.usage is not None
             assert each.usage["completion_tokens"] == len(each.tokens)
             await until(lambda: not server.api.ledger.unsettled)
@@ -121,9 +121,9 @@ def test_53_tokens_after_a_disconnection_are_recorded_once_the_engine_reports_th
     async def main() -> None:
         causes = set()
         for i in range(10):
-            heard = Heard()
-            client = asyncio.create_task(stream(server.url, asking(LONG, n=2, request_id=f"gone-{i}"), heard))
-            await begun([heard])
+            received = Received()
+            client = asyncio.create_task(stream(server.url, asking(LONG, n=2, request_id=f"gone-{i}"), received))
+            await begun([received])
             client.cancel()
             await asyncio.wait([client])
             await until(lambda: not server.api.ledger.live and not server.api.ledger.unsettled)
@@ -140,17 +140,17 @@ def test_53_preempted_aborted_paused_and_overdue_requests_add_up_too(server: Liv
     async def preempted(bodies: list[dict[str, Any]]) -> set[str]:
         """Return the ends of requests: one is preempted, one is aborted in a freeze, a pause ends the others."""
         before = sum(server.status(index).preemptions for index in range(2))
-        async with streaming(server.url, bodies) as heard:
+        async with streaming(server.url, bodies) as received:
             await until(lambda: sum(server.status(index).preemptions for index in range(2)) > before)
             await post(server.url, "/v1/pause", {"mode": "freeze"})
             held = (await get(server.url, "/v1/requests")).body["data"]
             await post(server.url, "/v1/abort_requests", {"req_ids": [held[0]["request_id"] if held else "nobody"]})
             await post(server.url, "/v1/pause", {"mode": "abort"})
             await post(server.url, "/v1/resume")
-        for body, each in zip(bodies, heard, strict=True):
+        for body, each in zip(bodies, received, strict=True):
             (choice,) = (await record(server, body["request_id"]))["choices"]
             assert choice["engine_tokens"] == choice["output_tokens"] == len(each.tokens)
-        return {each.end[1] for each in heard}
+        return {each.end[1] for each in received}
 
     async def main() -> None:
         seen: set[str] = set()

@@ -82,8 +82,8 @@ def test_61_a_control_call_is_answered_in_time_while_the_engine_is_stopped(
     server: LiveServer, path: str, body: dict[str, Any], then: str
 ):
     async def main() -> None:
-        async with streaming(server.url, [asking(400)]) as heard:
-            await begun(heard)
+        async with streaming(server.url, [asking(400)]) as received:
+            await begun(received)
             with server.stopped():
                 told = await in_time(post(server.url, path, body | {"timeout": 0.5}))
                 assert told.status == 202 and told.body["status"] == "accepted"
@@ -104,14 +104,14 @@ async def reaches(server: LiveServer, wanted: str) -> bool:
 
 def test_61_an_abort_is_answered_in_time_while_the_engine_is_stopped(server: LiveServer):
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG, request_id="held")]) as heard:
-            await begun(heard)
+        async with streaming(server.url, [asking(LONG, request_id="held")]) as received:
+            await begun(received)
             with server.stopped():
                 told = await in_time(post(server.url, "/v1/abort_requests", {"req_ids": ["held"], "timeout": 0.5}))
                 assert told.status == 202 and told.result["errors"][0]["request_id"] == "held"
                 listed = await in_time(get(server.url, "/v1/requests"))
                 assert [each["request_id"] for each in listed.body["data"]] == ["held"]
-        assert heard[0].end == ("abort", "api_abort")
+        assert received[0].end == ("abort", "api_abort")
 
     asyncio.run(main())
 
@@ -153,8 +153,8 @@ def test_61_an_update_that_cannot_pause_all_engines_resumes_them(
 @pytest.mark.parametrize("mode", ["drain", "freeze", "abort"])
 def test_75_a_pause_outlives_the_only_engine(server: LiveServer, mode: str):
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG)]) as heard:
-            await begun(heard)
+        async with streaming(server.url, [asking(LONG)]) as received:
+            await begun(received)
             signal_engine(server, signal.SIGSTOP)  # stopped while it is working
             pausing = asyncio.create_task(post(server.url, "/v1/pause", {"mode": mode, "timeout": 60}))
             await until(lambda: server.host.ledger.metrics.pauses[mode] > before)
@@ -171,7 +171,7 @@ def test_75_a_pause_outlives_the_only_engine(server: LiveServer, mode: str):
                 await until(lambda: reaches(server, "paused"))
             await post(server.url, "/v1/resume")
         end = ("abort", "pause") if mode == "abort" else ("length", "max_tokens")
-        assert heard[0].end == end
+        assert received[0].end == end
 
     before = server.host.ledger.metrics.pauses[mode]
     asyncio.run(main())

@@ -65,7 +65,7 @@ def test_a_stop_string_is_cut_and_counts_the_tokens_up_to_it(server: LiveServer)
     assert with_stop["message"]["content"] == text[: text.index(stop) + 1]
 
 
-def test_choices_have_their_own_seeds_and_interleave(server: LiveServer):
+def test_choices_have_their_own_seeds_and_stream_under_their_index(server: LiveServer):
     whole = server.post(PATH, asking(n=3)).json()
     texts = [choice["message"]["content"] for choice in whole["choices"]]
     assert len(set(texts)) == 3 and [choice["index"] for choice in whole["choices"]] == [0, 1, 2]

@@ -38,8 +38,8 @@ def test_callers_without_a_key_see_and_end_only_requests_whose_ids_they_know(exp
     async def main() -> None:
         url = exposed.url
         bodies = [asking(LONG, request_id=id, tags={"run": "1"}) for id in ("one", "two")]
-        async with streaming(url, bodies) as heard:
-            await begun(heard)
+        async with streaming(url, bodies) as received:
+            await begun(received)
             for path, body in (
                 ("/v1/abort_requests", {"abort_all": True}),
                 ("/v1/abort_requests", {"abort_all": True, "wait": False}),
@@ -53,7 +53,7 @@ def test_callers_without_a_key_see_and_end_only_requests_whose_ids_they_know(exp
             assert (await send(url, "DELETE", "/v1/requests/one")).status == 200
             assert len((await get(url, "/v1/requests", key="root")).body["data"]) == 1
             assert (await post(url, "/v1/abort_requests", {"abort_all": True}, key="root")).status == 200
-        assert [each.end for each in heard] == [("abort", "api_abort")] * 2
+        assert [each.end for each in received] == [("abort", "api_abort")] * 2
 
     asyncio.run(main())
 

@@ -10,7 +10,7 @@ import pytest
 
 from headgate.protocol.message import EngineStatus
 from headgate.testing.tiny import tiny_model
-from tests.api.clients import Heard, asking, post, stream, until
+from tests.api.clients import Received, asking, post, stream, until
 from tests.api.live import LiveServer, eventually, live_server
 
 COUNT = 2000
@@ -26,14 +26,14 @@ def test_10_13_53_under_many_aborts_every_client_gets_one_end_and_nothing_is_hel
     async def main(server: LiveServer) -> None:
         choose = random.Random(7)
         gate = asyncio.Semaphore(AT_ONCE)
-        heard: dict[str, Heard] = {}
+        received: dict[str, Received] = {}
         gone: set[str] = set()
 
         async def one(id: str) -> None:
             async with gate:
-                heard[id] = Heard()
+                received[id] = Received()
                 body = asking(8000, prompt=f"{id} and so on", request_id=id)
-                client = asyncio.create_task(stream(server.url, body, heard[id]))
+                client = asyncio.create_task(stream(server.url, body, received[id]))
                 way = choose.choice(["disconnect", "disconnect", "id", "all"])
                 await asyncio.sleep(choose.random() * 0.4)
                 if way == "disconnect":
@@ -54,7 +54,7 @@ def test_10_13_53_under_many_aborts_every_client_gets_one_end_and_nothing_is_hel
             sweeping.cancel()
             await asyncio.wait([sweeping])
             await until(lambda: not server.api.ledger.live and not server.api.ledger.unsettled)
-        judge(server, heard, gone)
+        judge(server, received, gone)
 
     with live_server(model, device="cpu", kv_blocks=2048, max_running=32, count=2, limit=5000) as server:
         asyncio.run(main(server))
@@ -76,18 +76,18 @@ def idle_status(server: LiveServer, index: int) -> EngineStatus:
     return server.status(index)
 
 
-def judge(server: LiveServer, heard: dict[str, Heard], gone: set[str]) -> None:
+def judge(server: LiveServer, received: dict[str, Received], gone: set[str]) -> None:
     ledger = server.api.ledger
-    assert len(heard) == COUNT and ledger.in_flight == 0
-    stayed = [each for id, each in heard.items() if id not in gone]
+    assert len(received) == COUNT and ledger.in_flight == 0
+    stayed = [each for id, each in received.items() if id not in gone]
     # On a busy machine, an answer may be complete before it is aborted.
     assert {each.end for each in stayed} <= {("abort", "api_abort"), ("length", "max_tokens")}
     assert sum(each.end == ("abort", "api_abort") for each in stayed) > 0.9 * len(stayed)
-    assert all(each.done for each in stayed) and all(len(each.ends) <= 1 for each in heard.values())
-    usages = [past.usage for id in heard if (past := ledger.past(id))]
+    assert all(each.done for each in stayed) and all(len(each.ends) <= 1 for each in received.values())
+    usages = [past.usage for id in received if (past := ledger.past(id))]
     assert len(usages) >= COUNT - len(gone), "who left before being accepted has none"
     for usage in usages:
-        told = heard[usage.request_id]
+        told = received[usage.request_id]
         if usage.request_id not in gone:
             assert (usage.finish_reason, usage.cause) == told.end
             assert usage.output_tokens == len(told.tokens)

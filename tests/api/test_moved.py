@@ -72,7 +72,9 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def test_56_features_survive_preemption_a_freeze_the_same_weights_and_a_dead_engine(tmp_path: Path):
+def test_56_answers_do_not_change_after_preemption_a_freeze_a_reload_of_the_weights_and_a_killed_engine(
+    tmp_path: Path,
+):
     model = tiny_model(tmp_path, max_position_embeddings=2048)
 
     async def main(server: LiveServer) -> None:

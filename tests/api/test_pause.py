@@ -1,4 +1,4 @@
-"""Pause and resume through HTTP, on real engines. Numbers are sentences of docs/lifecycle.md."""
+"""Pause and resume through HTTP, on real engines. Numbers are guarantees of docs/lifecycle.md."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from headgate.api.control import lifecycle as control
 from headgate.testing.tiny import tiny_model
 from tests.api.clients import (
-    Heard,
     Missed,
+    Received,
     Told,
     asking,
     begun,
@@ -96,8 +96,8 @@ def test_17_18_23_twenty_streams_with_room_for_eight_are_paused_at_once(server: 
     """The scenario of FastDeploy #7753."""
 
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG, prompt=f"{i} go") for i in range(20)]) as heard:
-            await begun(heard, ROOM)
+        async with streaming(server.url, [asking(LONG, prompt=f"{i} go") for i in range(20)]) as received:
+            await begun(received, ROOM)
             await arrived(server, 20)
             told = await pause(server)
             after = await status(server)
@@ -106,8 +106,8 @@ def test_17_18_23_twenty_streams_with_room_for_eight_are_paused_at_once(server: 
             assert (after.running, after.waiting, after.held_blocks) == (0, 0, 0)
             refused = await complete(server)
             assert refused.status == 503 and refused.body["error"]["code"] == "paused"
-        assert {each.end for each in heard} == {("abort", "pause")} and all(each.done for each in heard)
-        assert sum(bool(each.tokens) for each in heard) == ROOM
+        assert {each.end for each in received} == {("abort", "pause")} and all(each.done for each in received)
+        assert sum(bool(each.tokens) for each in received) == ROOM
         await resume(server)
         assert (await complete(server)).body["choices"][0]["finish_reason"] == "length"
 
@@ -133,32 +133,32 @@ def test_17_24_aborts_and_pauses_fired_two_hundred_times_in_any_order_hang_nothi
             *[("/v1/resume", None)] * 65,
         ]
         assert len(verbs) == 200
-        heard: list[Heard] = []
+        received: list[Received] = []
 
         async def load() -> None:
             while True:
-                heard.append(Heard())
-                await stream(server.url, asking(choose.randrange(1, 600)), heard[-1])
+                received.append(Received())
+                await stream(server.url, asking(choose.randrange(1, 600)), received[-1])
 
         async with asyncio.timeout(100):
             loads = [asyncio.create_task(load()) for _ in range(12)]
             await asyncio.gather(*(fire(*verb) for verb in choose.sample(verbs, 200)))
             await resume(server)
-            await until(lambda: len(heard) > 12)
+            await until(lambda: len(received) > 12)
             for task in loads:
                 task.cancel()
             await asyncio.wait(loads)
         assert set(answers) <= {200, 202} and sum(answers.values()) == 200
-        assert {each.status for each in heard} <= {0, 200, 503}, "0 is a client that was still connecting"
-        assert all(each.error is None or each.error["code"] == "paused" for each in heard)
+        assert {each.status for each in received} <= {0, 200, 503}, "0 is a client that was still connecting"
+        assert all(each.error is None or each.error["code"] == "paused" for each in received)
 
     asyncio.run(main())
 
 
 def test_18_a_drain_finishes_started_requests_and_keeps_the_rest_for_later(server: LiveServer):
     async def main(longer: int) -> None:
-        async with streaming(server.url, [asking(700 * longer) for _ in range(ROOM + 3)]) as heard:
-            await begun(heard, ROOM)
+        async with streaming(server.url, [asking(700 * longer) for _ in range(ROOM + 3)]) as received:
+            await begun(received, ROOM)
             told = await pause(server, mode="drain")
             waiting = (await status(server)).waiting
             await resume(server)
@@ -166,7 +166,7 @@ def test_18_a_drain_finishes_started_requests_and_keeps_the_rest_for_later(serve
                 raise Missed  # some had ended before, or had not arrived yet
             assert told.result["state"] == "paused"
             assert told.result["finished"] == ROOM and told.result["aborted"] == 0
-        assert {each.end for each in heard} == {("length", "max_tokens")}
+        assert {each.end for each in received} == {("length", "max_tokens")}
 
     unless_missed(main)
 
@@ -177,8 +177,8 @@ def test_18_a_freeze_in_the_middle_of_thirty_two_seeded_streams_changes_nothing(
         bodies = [asking(300 * longer, prompt=f"tale {i}", temperature=1, seed=i) for i in range(32)]
         async with streaming(server.url, bodies) as undisturbed:
             pass
-        async with streaming(server.url, bodies) as heard:
-            await begun(heard, ROOM)
+        async with streaming(server.url, bodies) as received:
+            await begun(received, ROOM)
             told = await pause(server, mode="freeze")
             assert told.result["state"] == "paused" and told.result["aborted"] == 0
             frozen, running = (await status(server)).output_tokens, (await status(server)).running
@@ -188,8 +188,8 @@ def test_18_a_freeze_in_the_middle_of_thirty_two_seeded_streams_changes_nothing(
             if not running:
                 raise Missed  # not in progress
             assert still == frozen
-        assert [each.tokens for each in heard] == [each.tokens for each in undisturbed]
-        assert [each.text for each in heard] == [each.text for each in undisturbed]
+        assert [each.tokens for each in received] == [each.tokens for each in undisturbed]
+        assert [each.text for each in received] == [each.text for each in undisturbed]
 
     unless_missed(main)
 
@@ -217,13 +217,13 @@ def test_19_a_paused_server_refuses_with_a_time_to_retry_or_queues_as_requested(
 def test_20_a_drain_that_times_out_lists_the_requests_it_ended_and_is_paused(server: LiveServer):
     async def main() -> None:
         bodies = [asking(LONG, request_id="slow"), asking(LONG, request_id="twice", n=2)]
-        async with streaming(server.url, bodies) as heard:
-            await begun(heard)
+        async with streaming(server.url, bodies) as received:
+            await begun(received)
             told = await pause(server, mode="drain", timeout=0.2)
             assert told.result["state"] == "paused"
             assert sorted(told.result["forced"]) == ["slow", "twice"]
             assert told.result["aborted"] == 2  # requests, not choices (guarantee 72)
-        assert {end for each in heard for end in each.ends} == {("abort", "pause")}
+        assert {end for each in received for end in each.ends} == {("abort", "pause")}
 
     asyncio.run(main())
 
@@ -249,27 +249,27 @@ def test_59_a_control_call_that_times_out_is_accepted_and_completed_later(server
 
 def test_21_requests_that_arrive_while_a_pause_begins_are_paused_or_refused(server: LiveServer):
     async def main() -> None:
-        heard: list[Heard] = []
+        received: list[Received] = []
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-            while len(heard) < 60 or not any(each.status == 503 for each in heard):
-                heard.append(Heard())
-                tasks.create_task(stream(server.url, asking(LONG), heard[-1]))
-                if len(heard) == 30:
-                    await until(lambda: any(each.status == 200 for each in heard))
+            while len(received) < 60 or not any(each.status == 503 for each in received):
+                received.append(Received())
+                tasks.create_task(stream(server.url, asking(LONG), received[-1]))
+                if len(received) == 30:
+                    await until(lambda: any(each.status == 200 for each in received))
                     pausing = tasks.create_task(pause(server))
                 await asyncio.sleep(0.002)
             assert (await pausing).result["state"] == "paused"
             await idle(server)
-        assert {each.status for each in heard} == {200, 503}
-        assert {each.end for each in heard if each.status == 200} == {("abort", "pause")}
+        assert {each.status for each in received} == {200, 503}
+        assert {each.end for each in received if each.status == 200} == {("abort", "pause")}
 
     asyncio.run(main())
 
 
 def test_22_clients_receive_the_end_before_a_pause_is_answered(server: LiveServer):
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG, request_id=f"w{i}") for i in range(12)]) as heard:
-            await begun(heard, ROOM)
+        async with streaming(server.url, [asking(LONG, request_id=f"w{i}") for i in range(12)]) as received:
+            await begun(received, ROOM)
             await arrived(server, 12)
             await pause(server)
             assert server.api.ledger.live == {}
@@ -293,8 +293,8 @@ def test_24_concurrent_repeated_pauses_and_resumes_have_the_effect_of_one(server
 
 def test_24_a_resume_cancels_a_pending_pause_whose_middle_state_is_visible(server: LiveServer):
     async def main(longer: int) -> None:
-        async with streaming(server.url, [asking(2500 * min(longer, 5))]) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(2500 * min(longer, 5))]) as (received,):
+            await begun([received])
             pausing = asyncio.create_task(pause(server, mode="drain"))
 
             async def in_between() -> bool:
@@ -310,7 +310,7 @@ def test_24_a_resume_cancels_a_pending_pause_whose_middle_state_is_visible(serve
             if told.result["state"] == "paused":
                 raise Missed  # the requests it waited for ended at the same moment
             assert told.result["state"] == "running"
-        assert heard.end == ("length", "max_tokens")
+        assert received.end == ("length", "max_tokens")
 
     unless_missed(main)
 
@@ -348,17 +348,17 @@ def test_50_51_a_long_pause_stays_healthy_and_a_held_stream_is_never_silent(mode
     from headgate.api.state import ApiSettings
 
     async def main(server: LiveServer, longer: int) -> None:
-        async with streaming(server.url, [asking(1000 * longer)]) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(1000 * longer)]) as (received,):
+            await begun([received])
             await pause(server, mode="freeze")
             if not await running(server):
                 await resume(server)
                 raise Missed
-            before = heard.comments
-            await until(lambda: heard.comments >= before + 5)
+            before = received.comments
+            await until(lambda: received.comments >= before + 5)
             await until(lambda: says(server, "/health", 200))
             await resume(server)
-        assert heard.end == ("length", "max_tokens")
+        assert received.end == ("length", "max_tokens")
 
     with live_server(model, settings=ApiSettings(keep_alive_s=0.05), device="cpu", kv_blocks=600) as server:
         unless_missed(lambda longer: main(server, longer))
@@ -393,12 +393,12 @@ def test_59_every_control_answer_has_an_id_a_status_and_a_result(server: LiveSer
 
 def test_24_all_engines_are_paused_and_each_outcome_is_reported(pair: LiveServer):
     async def main() -> None:
-        async with streaming(pair.url, [asking(LONG) for _ in range(12)]) as heard:
-            await begun(heard)
+        async with streaming(pair.url, [asking(LONG) for _ in range(12)]) as received:
+            await begun(received)
             told = await pause(pair)
             assert [engine["state"] for engine in told.result["engines"]] == ["paused", "paused"]
             assert told.result["aborted"] == 12
-        assert {each.end for each in heard} == {("abort", "pause")}
+        assert {each.end for each in received} == {("abort", "pause")}
         assert [e["state"] for e in (await resume(pair)).result["engines"]] == ["running", "running"]
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.clients import Heard, asking, begun, get, post, send, stream, streaming, until
+from tests.api.clients import Received, asking, begun, get, post, send, stream, streaming, until
 from tests.api.live import LiveServer, live_server
 from tests.api.test_abort import idle, model, running_and_idle, status  # noqa: F401
 
@@ -36,8 +36,8 @@ async def abort_all(server: LiveServer) -> None:
 def test_requests_in_flight_are_listed_with_phase_age_tokens_and_worker(server: LiveServer):
     async def main() -> None:
         bodies = [asking(LONG, request_id=f"r{i}", tags={"run": "7"}) for i in range(3)]
-        async with streaming(server.url, bodies) as heard:
-            await begun(heard, 2)
+        async with streaming(server.url, bodies) as received:
+            await begun(received, 2)
             listed: dict[str, Any] = {}
 
             async def all_there() -> bool:
@@ -61,8 +61,8 @@ def test_requests_in_flight_are_listed_with_phase_age_tokens_and_worker(server: 
 
 def test_53_one_request_has_a_timeline_and_a_usage_record_after_its_end(server: LiveServer):
     async def main() -> None:
-        async with streaming(server.url, [asking(LONG, request_id="tale")]) as (heard,):
-            await begun([heard])
+        async with streaming(server.url, [asking(LONG, request_id="tale")]) as (received,):
+            await begun([received])
             live = (await get(server.url, "/v1/requests/tale")).body
             assert live["status"] == "in_flight" and live["usage"] is None and live["request"]["phase"] == "running"
             assert [event["event"] for event in live["events"]] == ["accepted", "running", "first_token"]
@@ -74,7 +74,7 @@ def test_53_one_request_has_a_timeline_and_a_usage_record_after_its_end(server: 
         times = [event["at_s"] for event in past["events"]]
         assert times == sorted(times)
         (choice,) = past["usage"]["choices"]
-        assert choice["output_tokens"] == len(heard.tokens) and choice["prompt_tokens"] == 5
+        assert choice["output_tokens"] == len(received.tokens) and choice["prompt_tokens"] == 5
         assert (choice["finish_reason"], choice["cause"]) == ("abort", "api_abort")
         missing = await get(server.url, "/v1/requests/nobody")
         assert missing.status == 404 and missing.body["error"]["code"] == "request_not_found"
@@ -86,12 +86,13 @@ def test_53_one_request_has_a_timeline_and_a_usage_record_after_its_end(server: 
 
 def test_53_there_is_a_usage_record_even_if_the_client_has_disconnected(server: LiveServer):
     async def main() -> None:
-        leaving = asyncio.create_task(stream(server.url, asking(LONG, request_id="left"), heard := Heard()))
-        await begun([heard])
+        leaving = asyncio.create_task(stream(server.url, asking(LONG, request_id="left"), received := Received()))
+        await begun([received])
         leaving.cancel()
         await until(lambda: server.api.ledger.past("left") is not None)
         usage = (await get(server.url, "/v1/requests/left")).body["usage"]
-        assert usage["cause"] == "client_disconnect" and usage["choices"][0]["output_tokens"] >= len(heard.tokens) > 0
+        assert usage["cause"] == "client_disconnect"
+        assert usage["choices"][0]["output_tokens"] >= len(received.tokens) > 0
         assert usage["choices"][0]["prompt_tokens"] == 5
 
     asyncio.run(main())

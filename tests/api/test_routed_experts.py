@@ -93,7 +93,9 @@ def test_completions_and_chat_return_them_on_request(server: LiveServer, expecte
     assert "routed_experts" not in choice
 
 
-def test_an_answer_that_a_stop_string_ended_has_those_of_its_own_tokens(server: LiveServer, expected: np.ndarray):
+def test_an_answer_cut_by_a_stop_string_has_only_the_experts_of_its_own_tokens(
+    server: LiveServer, expected: np.ndarray
+):
     body = GREEDY | {"prompt": IDS, "return_routed_experts": True, "return_token_ids": True}
     whole = server.post("/v1/completions", body).json()["choices"][0]
     stopped = server.post("/v1/completions", body | {"stop": whole["text"][3:6]}).json()["choices"][0]

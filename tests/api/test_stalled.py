@@ -1,4 +1,4 @@
-"""Clients that do not read, on a real engine and real sockets. Numbers are sentences of docs/lifecycle.md."""
+"""Clients that do not read, on a real engine and real sockets. Numbers are guarantees of docs/lifecycle.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights, sleep and flush through HTTP, under load, on two engines. Numbers are sentences of docs/lifecycle.md."""
+"""New weights, sleep and flush through HTTP, under load, on two engines. Numbers are guarantees of docs/lifecycle.md."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_25_26_27_after_an_update_under_load_a_response_reports_the_weights_of_e
     async def main(longer: int) -> None:
         before, tokens = await answer(server), 900 * longer
         bodies = [asking(tokens, prompt=f"{i} once") for i in range(10)]
-        async with streaming(server.url, bodies) as heard:
-            await begun(heard)
+        async with streaming(server.url, bodies) as received:
+            await begun(received)
             await pause(server, mode="freeze")
             if await running(server) != 10:
                 await resume(server)
@@ -89,7 +89,7 @@ def test_25_26_27_after_an_update_under_load_a_response_reports_the_weights_of_e
             assert told.result["checksum"] == {"model.safetensors": checksum}
             assert [engine["weight_version"] for engine in told.result["engines"]] == [version + 1] * 2
             await resume(server)
-        for each in heard:
+        for each in received:
             assert len(each.versions) == len(each.tokens) == tokens
             assert each.versions == sorted(each.versions) and set(each.versions) == {version, version + 1}
         after = await answer(server)
@@ -107,12 +107,12 @@ def test_25_the_same_weights_in_the_middle_of_seeded_streams_change_nothing(serv
         bodies = [asking(300, prompt=f"tale {i}", temperature=1, seed=i) for i in range(16)]
         async with streaming(server.url, bodies) as undisturbed:
             pass
-        async with streaming(server.url, bodies) as heard:
-            await begun(heard)
+        async with streaming(server.url, bodies) as received:
+            await begun(received)
             await pause(server, mode="freeze")
             assert (await update(server, old, kv="recompute")).status == 200
             await resume(server)
-        assert [each.tokens for each in heard] == [each.tokens for each in undisturbed]
+        assert [each.tokens for each in received] == [each.tokens for each in undisturbed]
 
     asyncio.run(main())
 
@@ -165,8 +165,8 @@ def test_25_a_bad_update_under_load_reports_its_error_and_the_old_weights_keep_s
     async def main() -> None:
         before = await answer(server)
         version = (await is_paused(server))["weight_version"]
-        async with streaming(server.url, [asking(500) for _ in range(6)]) as heard:
-            await begun(heard)
+        async with streaming(server.url, [asking(500) for _ in range(6)]) as received:
+            await begun(received)
             await pause(server, mode="freeze")
             refused = await update(server, path, verify_checksum=checksum)
             assert refused.status == 400 and refused.body["error"]["code"] == "bad_weights"
@@ -174,8 +174,8 @@ def test_25_a_bad_update_under_load_reports_its_error_and_the_old_weights_keep_s
             now = await is_paused(server)
             assert (now["state"], now["weight_version"]) == ("paused", version)
             await resume(server)
-        assert {each.end for each in heard} == {("length", "max_tokens")}
-        assert {version for each in heard for version in each.versions} == {version}
+        assert {each.end for each in received} == {("length", "max_tokens")}
+        assert {version for each in received for version in each.versions} == {version}
         assert await answer(server) == before
 
     asyncio.run(main())

@@ -284,7 +284,7 @@ def test_a_value_reaches_its_column_on_the_device(name):
         params = SamplingParams(**{"seed": 7, "max_tokens": None, name: value})
         if name == "seed" and value is None:
             params = SamplingParams(temperature=0)
-        rows._seat(Join(1, (1, 2), 2, params, (1,)))
+        rows._set_up_row(Join(1, (1, 2), 2, params, (1,)))
         expected = COLUMNS[name].absent if value is None else value
         assert rows.sampling[1][name] == np.dtype(COLUMNS[name].dtype).type(expected)
 

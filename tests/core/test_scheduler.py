@@ -649,7 +649,7 @@ def test_a_prompt_without_an_answer_may_fill_the_context():
         engine.add(2, prompt=most + 1, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
 
 
-def test_a_fetched_prompt_without_an_answer_ends_too():
+def test_a_fetched_prompt_with_max_tokens_0_ends_with_length():
     p, ticket = prefilled(9)
     assert ticket.tokens == 8
     d = Engine()

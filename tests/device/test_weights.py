@@ -89,7 +89,7 @@ def test_a_live_update_replaces_every_weight(tmp_path, model):
 
 
 @pytest.mark.parametrize("changed", [NORM, UP, "model.embed_tokens.weight"])
-def test_checksums_change_with_one_number_and_back(folder, model, changed):
+def test_changing_one_number_changes_its_checksum_and_restoring_it_restores_the_checksum(folder, model, changed):
     tensors = tensors_of(folder)
     before = checksums(model)
     assert before.keys() == tensors.keys() - {"lm_head.weight"} or before.keys() == tensors.keys()

@@ -91,7 +91,7 @@ def test_rows_of_a_matrix_are_embeddings(backend):
     assert torch.equal(backend.embed(tokens, packed(backend, weight)), weight[tokens])
 
 
-def test_gate_up_computes_silu_of_the_gate_times_up(backend):
+def test_gate_up_multiplies_up_by_the_silu_of_the_gate(backend):
     gate, up, x = random(backend, 24, 40) / 8, random(backend, 24, 40) / 8, random(backend, 5, 40)
     matrix = backend.gate_up_matrix(24, 40)
     backend.pack_gate_up(matrix, floating(up), 24)
@@ -100,7 +100,7 @@ def test_gate_up_computes_silu_of_the_gate_times_up(backend):
     close(backend.gate_up(x, matrix, None), expected, backend)
 
 
-def test_gate_up_computes_gelu_of_the_gate_times_up(backend):
+def test_gate_up_multiplies_up_by_the_gelu_of_the_gate(backend):
     gate, up, x = random(backend, 24, 40) / 3, random(backend, 24, 40) / 8, random(backend, 5, 40)
     matrix = backend.gate_up_matrix(24, 40)
     backend.pack_gate_up(matrix, floating(gate), 0)

@@ -14,7 +14,7 @@ from headgate.device import sleeping_memory as sleep_module
 from headgate.device.build import build_device
 from headgate.device.tensor_parallel import parallelism
 from headgate.device.tensor_parallel.executors import AgreedWeights, RunStep
-from headgate.device.tensor_parallel.parallelism import WantedWeights
+from headgate.device.tensor_parallel.parallelism import UpdatedWeights
 from headgate.device.weights.loading import SafetensorsFolder
 from headgate.errors import SourceLost
 from headgate.protocol.command import (
@@ -245,11 +245,11 @@ def test_55_weights_missing_on_one_rank_are_loaded_by_none(folder, other, monkey
     lacking = tmp_path / "lacking"
     shutil.copytree(other, lacking)
     config = EngineConfig(tensor_parallel=2, max_running=2, device="cpu")
-    worker = build_device(folder, config, WantedWeights(FileSource(str(lacking)), 7))
+    worker = build_device(folder, config, UpdatedWeights(FileSource(str(lacking)), 7))
     assert worker.version == 7
     worker.executor.close()
     forget_on_rank_1(monkeypatch, lacking)
-    worker = build_device(folder, config, WantedWeights(FileSource(str(lacking)), 7))
+    worker = build_device(folder, config, UpdatedWeights(FileSource(str(lacking)), 7))
     assert worker.version == 0 and "weights of version 7 cannot be loaded" in caplog.text
     worker.executor.close()
 

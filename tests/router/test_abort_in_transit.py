@@ -16,7 +16,7 @@ import pytest
 
 from headgate.client import Fleet
 from headgate.contract.orders import Order
-from tests.api.clients import COMPLETIONS, Heard, asking
+from tests.api.clients import COMPLETIONS, Received, asking
 from tests.api.clients import stream as read
 from tests.api.live import LiveServer
 from tests.api.serving import wait_until
@@ -274,31 +274,31 @@ def test_49_an_answer_with_a_key_resumes_at_the_server_that_still_computes_it(se
     body = asking(1200, request_id="keyed")
     with live_router(servers[0].url, retries=3) as router:
 
-        async def main() -> Heard:
-            heard = Heard()
+        async def main() -> Received:
+            received = Received()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keyed(router.url, body, heard))
-                await asyncio.wait_for(heard.begun.wait(), 60)
+                tasks.create_task(keyed(router.url, body, received))
+                await asyncio.wait_for(received.begun.wait(), 60)
                 await asyncio.to_thread(router.do, lambda: router.router.live["", "keyed", 0].attempt.fail("a test"))
-            return heard
+            return received
 
-        heard = asyncio.run(asyncio.wait_for(main(), 100))
-        assert heard.error is None and heard.done
-        assert heard.end == ("length", "max_tokens") and len(heard.tokens) == 1200
-        assert heard.tokens == asyncio.run(read(servers[0].url, asking(1200), Heard())).tokens
+        received = asyncio.run(asyncio.wait_for(main(), 100))
+        assert received.error is None and received.done
+        assert received.end == ("length", "max_tokens") and len(received.tokens) == 1200
+        assert received.tokens == asyncio.run(read(servers[0].url, asking(1200), Received())).tokens
         assert router.router.counters.resumes >= 1
     assert Fleet(servers[0].url).requests() == []
 
 
-async def keyed(url: str, body: dict[str, Any], heard: Heard) -> None:
+async def keyed(url: str, body: dict[str, Any], received: Received) -> None:
     headers = {"Idempotency-Key": "one"}
     async with (
         httpx.AsyncClient(timeout=100, trust_env=False) as http,
         http.stream("POST", url + COMPLETIONS, json=body | {"stream": True}, headers=headers) as answer,
     ):
-        heard.status = answer.status_code
+        received.status = answer.status_code
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":
-                heard.done = True
+                received.done = True
             elif line.startswith("data: "):
-                heard.hear(json.loads(line.removeprefix("data: ")))
+                received.add(json.loads(line.removeprefix("data: ")))

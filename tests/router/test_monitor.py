@@ -36,12 +36,12 @@ NONSENSE = {
 def test_44_a_worker_with_malformed_answers_goes_down_and_returns_while_others_are_probed(name: str):
     async def main() -> None:
         async with Mock() as odd, Mock() as fine, routing(odd, fine, probe_interval_s=0.05) as (router, url):
-            talks_sense, odd.loads = odd.loads, lambda: NONSENSE[name]  # type: ignore[method-assign]
+            valid_loads, odd.loads = odd.loads, lambda: NONSENSE[name]  # type: ignore[method-assign]
             await until(lambda: router.fleet.find(odd.url).state == "down")
             before = fine.probes["/v1/loads"]
             await until(lambda: fine.probes["/v1/loads"] > before + 2)
             assert check(BODY, await ask(url, CHAT, BODY)) is None
-            odd.loads = talks_sense  # type: ignore[method-assign]
+            odd.loads = valid_loads  # type: ignore[method-assign]
             await until(lambda: router.fleet.find(odd.url).state == "ready")
 
     run(main())

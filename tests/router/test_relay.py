@@ -364,16 +364,16 @@ def test_46_a_client_gets_the_refusal_of_the_full_worker_rather_than_that_of_the
 
 def test_2_an_abort_when_all_tokens_have_been_sent_reports_already_finished():
     async def main() -> None:
-        body = BODY | {"stream": True, "max_tokens": 1, "request_id": "told"}
+        body = BODY | {"stream": True, "max_tokens": 1, "request_id": "finished"}
         async with Mock(lambda _: Fault("stall", at=1)) as mock, routing(mock) as (router, url):
             asked = asyncio.ensure_future(ask(url, CHAT, body))
-            await until(lambda: ("", "told", 0) in router.live and router.live["", "told", 0].journal.choices)
+            await until(lambda: ("", "finished", 0) in router.live and router.live["", "finished", 0].journal.choices)
             aborting = asyncio.ensure_future(
-                abort(router, AbortRequest(req_ids=["told"]), Caller("", True), CallerHeaders())
+                abort(router, AbortRequest(req_ids=["finished"]), Caller("", True), CallerHeaders())
             )
-            await until(lambda: router.live["", "told", 0].ending)
+            await until(lambda: router.live["", "finished", 0].ending)
             mock.kill()
-            assert (await aborting).already_finished == ["told"] and not (await aborting).aborted
+            assert (await aborting).already_finished == ["finished"] and not (await aborting).aborted
             answer = await asked
             assert b'"length"' in answer.body and b"abort" not in answer.body
             assert answer.body.endswith(b"data: [DONE]\n\n")

@@ -575,7 +575,7 @@ MUTANTS = [
     Mutant(
         "workers are probed before a client is refused as paused",
         "router/router.py",
-        "        return known and retry_state.would_report_a_pause and not retry_state.probed\n",
+        "        return known and retry_state.would_report_a_pause and not retry_state.refreshed\n",
         "        return False\n",
         test="tests/router/test_paused.py",
     ),

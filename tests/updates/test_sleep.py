@@ -180,12 +180,12 @@ def test_waking_without_enough_free_memory_is_refused(model, undisturbed, monkey
 
 
 def test_25_a_sender_of_weights_is_notified_if_there_is_no_room(model, monkeypatch):
-    class Heard(SafetensorsFolder):
+    class AwaitedSource(SafetensorsFolder):
         """A source that peers wait for, like a group."""
 
         objections: ClassVar[list[object]] = []
 
-        def __enter__(self) -> Heard:
+        def __enter__(self) -> AwaitedSource:
             return self
 
         def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -197,10 +197,10 @@ def test_25_a_sender_of_weights_is_notified_if_there_is_no_room(model, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(sleep_module, "free_bytes", lambda _: 1000)
             with pytest.raises(OutOfMemory):
-                executor.load_weights(Heard(model)).result(20)
-        assert [type(error) for error in Heard.objections] == [OutOfMemory]
-        executor.load_weights(Heard(model)).result(20)
-        assert executor.asleep == () and Heard.objections[1] is None
+                executor.load_weights(AwaitedSource(model)).result(20)
+        assert [type(error) for error in AwaitedSource.objections] == [OutOfMemory]
+        executor.load_weights(AwaitedSource(model)).result(20)
+        assert executor.asleep == () and AwaitedSource.objections[1] is None
 
 
 def test_a_step_on_sleeping_memory_is_an_error_not_a_wrong_token(model):

@@ -244,7 +244,7 @@ def check_resources(options: argparse.Namespace) -> None:
 
 
 def check_ranks(role: str, gpus: float, ranks: int) -> None:
-    """Refuse fewer reserved GPUs than ranks, because ranks see only the GPUs reserved for their server."""
+    """Refuse fewer reserved GPUs than ranks, unless none are reserved: ranks see only their server's reserved GPUs."""
     if 0 < gpus < ranks:
         raise RequestError(f"{role}: {ranks} ranks need a GPU each, but gpus is {gpus:g}; set gpus = {ranks}")
 

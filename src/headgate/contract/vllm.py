@@ -153,7 +153,7 @@ LEVELS: dict[str, tuple[Tag, ...]] = {"0": (), "1": TAGS, "2": TAGS}
 
 
 def mode_of(query: Mapping[str, str]) -> PauseMode:
-    """The mode of a pause or a sleep."""
+    """Return our pause mode for the mode that a call of vLLM's `/pause` or `/sleep` names. A sleep pauses first."""
     # Older versions of vLLM have this flag and no modes.
     older = "wait" if flag(query, "wait_for_inflight_requests", default=False) else "abort"
     mode = query.get("mode", older)

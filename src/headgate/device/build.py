@@ -23,7 +23,7 @@ from headgate.device.sampling.draw import draw, fastest_draw
 from headgate.device.sampling.grammar import Grammars, read_vocabulary
 from headgate.device.tensor_parallel.executors import KvSizes, RankExecutor
 from headgate.device.tensor_parallel.followers import Followers, FollowerStart
-from headgate.device.tensor_parallel.parallelism import Parallelism, WantedWeights, join_ranks, start_ranks
+from headgate.device.tensor_parallel.parallelism import Parallelism, UpdatedWeights, join_ranks, start_ranks
 from headgate.device.weights.gguf import keep_as_stored
 from headgate.device.weights.loading import Loadable, load_weights
 from headgate.device.weights.resources import ModelResources, Open, Origin, open_source, origin_of
@@ -81,30 +81,30 @@ class Loaded:
     version: int
 
 
-def build_device(path: Path, config: EngineConfig, wanted: WantedWeights | None = None) -> Device:
-    """Build the device for the model in `path`, a folder or a GGUF file. Loads the model's own weights, or `wanted`."""
+def build_device(path: Path, config: EngineConfig, updated: UpdatedWeights | None = None) -> Device:
+    """Build the device for the model in `path`, a folder or a GGUF file. Loads the model's own weights, or `updated`."""
     spec = read_model_spec(path)
     refuse_oversized(spec, path, free_bytes(torch.device("cpu")))
     refuse_uneven(spec, config.tensor_parallel)
     if config.routed_experts and routed_shape(spec) is None:
         raise UnsupportedModel("the model has no experts; leave --routed-experts out")
     with ExitStack() as undo:
-        parallelism = start_ranks(path, config, wanted)
+        parallelism = start_ranks(path, config, updated)
         undo.callback(parallelism.close)
         with current(parallelism.device):
-            device = build_rank_zero(path, spec, config, wanted, parallelism)
+            device = build_rank_zero(path, spec, config, updated, parallelism)
         undo.pop_all()
     return device
 
 
 def build_rank_zero(
-    path: Path, spec: ModelSpec, config: EngineConfig, wanted: WantedWeights | None, parallelism: Parallelism
+    path: Path, spec: ModelSpec, config: EngineConfig, updated: UpdatedWeights | None, parallelism: Parallelism
 ) -> Device:
     """Build the device of rank 0, or of the only rank."""
     with ThreadPoolExecutor(1) as aside:
         # Takes about a second for a large vocabulary, so it runs while the weights load.
         grammars = aside.submit(read_grammars, path, spec)
-        loaded = load_model(path, spec, config, wanted, parallelism, progress=True)
+        loaded = load_model(path, spec, config, updated, parallelism, progress=True)
     model = loaded.model
     if spec.quantisation is not None:
         log.info(
@@ -112,7 +112,7 @@ def build_rank_zero(
         )
     on_gpu = parallelism.device.type == "cuda"
     max_batch_tokens = config.max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
-    free = parallelism.least(free_bytes(parallelism.device))
+    free = parallelism.usable_bytes(free_bytes(parallelism.device))
     num_blocks, max_context = size_kv(model, free, config, max_batch_tokens)
     sizes = KvSizes(num_blocks, max_context, max_batch_tokens)
     runner = build_runner(loaded, config, sizes, parallelism, grammars.result())
@@ -163,10 +163,10 @@ def opening(wires: WeightWires, parallelism: Parallelism) -> Open:
 def build_follower(start: FollowerStart, receive_sizes: Callable[[], KvSizes]) -> RankExecutor:
     """Build the executor of a rank above 0, in parallel with rank 0. `receive_sizes` waits for rank 0's sizes."""
     path, config = Path(start.model), start.config
-    wanted = None if start.weights is None else WantedWeights(start.weights, start.version)
+    updated = None if start.weights is None else UpdatedWeights(start.weights, start.version)
     parallelism = join_ranks(start)
-    loaded = load_model(path, read_model_spec(path), config, wanted, parallelism)
-    parallelism.least(free_bytes(parallelism.device))
+    loaded = load_model(path, read_model_spec(path), config, updated, parallelism)
+    parallelism.usable_bytes(free_bytes(parallelism.device))
     sizes = receive_sizes()
     return parallelism.executor(build_runner(loaded, config, sizes, parallelism), sizes)
 
@@ -175,7 +175,7 @@ def load_model(
     path: Path,
     spec: ModelSpec,
     config: EngineConfig,
-    wanted: WantedWeights | None,
+    updated: UpdatedWeights | None,
     parallelism: Parallelism,
     *,
     progress: bool = False,
@@ -191,7 +191,7 @@ def load_model(
     )
     if path.is_file() and config.dtype == "auto":  # any other dtype is that of the weights, too
         keep_as_stored(model, path)
-    origin, version = load_first_weights(model, FileSource(str(path)), wanted, parallelism.open, progress=progress)
+    origin, version = load_first_weights(model, FileSource(str(path)), updated, parallelism.open, progress=progress)
     return Loaded(model, origin, version)
 
 
@@ -282,19 +282,19 @@ def weight_files(path: Path) -> list[Path]:
 def load_first_weights(
     model: Loadable,
     checkpoint: FileSource,
-    wanted: WantedWeights | None,
+    updated: UpdatedWeights | None,
     open: Open = open_source,
     *,
     progress: bool = False,
 ) -> tuple[Origin, int]:
-    """Load `wanted` if possible, otherwise the checkpoint. Returns the origin and the version of the weights."""
-    if wanted is not None:
+    """Load `updated` if possible, otherwise the checkpoint. Returns the origin and the version of the weights."""
+    if updated is not None:
         try:
-            origin = origin_of(wanted.files)
-            load_weights(model, open(wanted.files))
-            return origin, wanted.version
+            origin = origin_of(updated.files)
+            load_weights(model, open(updated.files))
+            return origin, updated.version
         except ModelError as error:
-            log.warning("weights of version %d cannot be loaded; using the checkpoint: %s", wanted.version, error)
+            log.warning("weights of version %d cannot be loaded; using the checkpoint: %s", updated.version, error)
     origin = origin_of(checkpoint)
     load_weights(model, open(checkpoint), progress=progress)
     return origin, 0

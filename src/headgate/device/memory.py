@@ -34,7 +34,10 @@ def free_on_machine(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def free_in_cgroup(folder: Path = Path("/sys/fs/cgroup")) -> int:
-    """The bytes left within a container's limit. Page cache counts as free, because the kernel drops it when needed."""
+    """The bytes left within a container's limit; 2**63 without a limit or without cgroup v2.
+
+    Inactive page cache counts as free, because the kernel drops it when needed.
+    """
     try:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())

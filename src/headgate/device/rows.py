@@ -98,9 +98,9 @@ class Rows:
     def apply(self, plan: StepPlan) -> None:
         """Set up the rows of sequences that join with this plan, and extend the tables that grow."""
         for join in plan.joins:
-            self._seat(join)
+            self._set_up_row(join)
         if plan.joins:
-            self._write_texts(plan)
+            self._write_joined_tokens(plan)
         added = [(join.row, join.blocks) for join in plan.joins] + list(plan.grown)
         if added:
             self._extend_tables(added)
@@ -131,7 +131,7 @@ class Rows:
         where = to_device(rows * self.tokens.shape[1] + positions, self.tokens.device)
         self.tokens.view(-1).index_copy_(0, where, tokens.to(torch.int32))
 
-    def _seat(self, join: Join) -> None:
+    def _set_up_row(self, join: Join) -> None:
         row, params = join.row, join.sampling
         self.sampling[row] = _record(params, join.prompt_len, self.vocab_size)
         self.stop_ids[row] = self._known(params.stop_token_ids + (() if params.ignore_eos else self.eos_ids))
@@ -139,8 +139,8 @@ class Rows:
         self.adapters[row] = self._adapter_numbers[join.adapter]
         self._stripes[row] = 0
 
-    def _write_texts(self, plan: StepPlan) -> None:
-        """Write the tokens to compute; those whose KV exists already only if penalties read them."""
+    def _write_joined_tokens(self, plan: StepPlan) -> None:
+        """Write the tokens of sequences that join: all tokens if penalties read them, otherwise those without KV."""
         computed = dict(zip(plan.rows, plan.starts, strict=True))
         where, texts = [], []
         for join in plan.joins:

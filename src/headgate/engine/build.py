@@ -14,7 +14,7 @@ from headgate.core.limits import SchedulerLimits
 from headgate.core.scheduler import Scheduler
 from headgate.device.build import Device, build_device
 from headgate.device.executor import Executor
-from headgate.device.tensor_parallel.parallelism import WantedWeights
+from headgate.device.tensor_parallel.parallelism import UpdatedWeights
 from headgate.engine.evidence import StepRecorder
 from headgate.engine.loop import EngineLoop
 from headgate.protocol.message import CommandAnswer, EngineInfo, StepOutputs
@@ -45,13 +45,13 @@ def build_engine(
     model: Path,
     config: EngineConfig,
     send: Callable[[int, StepOutputs | CommandAnswer], None],
-    wanted: WantedWeights | None = None,
+    updated: UpdatedWeights | None = None,
 ) -> Engine:
     """Build an engine for `model`, a folder or a GGUF file. The engine sends messages to its clients with `send`.
 
-    It loads the `wanted` weights if they can still be read, else the model's own; its version shows which it holds.
+    It loads the `updated` weights if they can still be read, else the model's own; its version shows which it holds.
     """
-    device = build_device(model, config, wanted)
+    device = build_device(model, config, updated)
     transport = open_transport(config, device.blocks)
     scheduler = Scheduler(
         BlockPool(device.num_blocks, config.block_size, device.windows),

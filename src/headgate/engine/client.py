@@ -281,7 +281,7 @@ class EngineClient:
                     log.warning("the engine sent a second welcome message; it must have restarted")
 
     def lose(self, error: EngineDead) -> None:
-        """End every open stream and call with `error`, because the engine is lost; later ones fail at once."""
+        """End open streams and pending calls with `error`, because the engine is lost; later ones raise it at once."""
         self.lost = error
         streams = [*self._streams.values(), *self._left.values()]
         self._streams, self._left = {}, {}

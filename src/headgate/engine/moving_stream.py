@@ -101,7 +101,10 @@ class MovingStream:
             self.wait.reschedule(asyncio.get_running_loop().time())
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
-        """Yield chunks from one engine after another, until an engine ends the stream."""
+        """Yield chunks from one engine after another.
+
+        Stops when an engine ends the stream, or when the stream is being ended and no engine has its request.
+        """
         request, began_s = self._request, asyncio.get_running_loop().time()
         while (chosen := await self._choose(self, _time_left(request.timeout_s, began_s))) is not None:
             known, moved = len(self._tokens), bool(self.parts)

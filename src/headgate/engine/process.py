@@ -18,7 +18,7 @@ import msgspec
 
 from headgate import logs
 from headgate.collector import spare_the_collector
-from headgate.device.tensor_parallel.parallelism import WantedWeights
+from headgate.device.tensor_parallel.parallelism import UpdatedWeights
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.channel import EngineChannel
 from headgate.engine.start import CANNOT_START, LOST_RANK, EngineStart
@@ -39,9 +39,9 @@ def main(argument: str) -> int:
     def send(client: int, message: StepOutputs | CommandAnswer) -> None:
         channel.send(client, message)
 
-    wanted = None if start.weights is None else WantedWeights(start.weights, start.version)
+    updated = None if start.weights is None else UpdatedWeights(start.weights, start.version)
     try:
-        engine = build_engine(Path(start.model), start.config, send, wanted)
+        engine = build_engine(Path(start.model), start.config, send, updated)
     except HeadgateError as error:
         print(f"headgate: {error}", file=sys.stderr)
         return CANNOT_START

@@ -161,7 +161,11 @@ class Replicas:
         return min(clients, key=lambda choice: choice[1].open_streams)
 
     async def _wait_for_engine(self, answer: MovingStream, left_s: float) -> None:
-        """Wait until an engine is usable. `left_s` is the time until the deadline of the stream."""
+        """Wait until an engine is usable, the stream is being ended, or the server is shutting down.
+
+        Ends the stream at its deadline, which is in `left_s`. Raises EngineDead if no engine is usable within
+        `MOVE_TIMEOUT_S`, unless the deadline is before that, and when all engines are outdated.
+        """
         try:
             async with asyncio.timeout(min(left_s, MOVE_TIMEOUT_S)) as answer.wait, self._changed:
                 await self._changed.wait_for(lambda: self._usable() or self._stopping or self._all_outdated())

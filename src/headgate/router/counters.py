@@ -23,11 +23,11 @@ class RouterCounters:
         self.clients_left: Counter[str] = Counter()  # requests whose client left before their end, by cause
         self.attempts: Counter[tuple[str, str]] = Counter()  # (worker, outcome) -> number of attempts
 
-    def moved(self, *, resumed: bool) -> None:
+    def count_move(self, *, resumed: bool) -> None:
         if resumed:
             self.resumes += 1
         else:
             self.retries += 1
 
-    def attempt(self, worker: Worker, outcome: Outcome) -> None:
+    def count_attempt(self, worker: Worker, outcome: Outcome) -> None:
         self.attempts[worker.name, OUTCOMES[type(outcome)]] += 1

@@ -245,11 +245,11 @@ class Router:
     def _needs_refresh(self, retry_state: RetryState) -> bool:
         """Whether the request would be refused because of an old probe, which showed a pause by another caller."""
         known = retry_state.last is not None or any(worker.state == "paused" for worker in self.fleet)
-        return known and retry_state.would_report_a_pause and not retry_state.probed
+        return known and retry_state.would_report_a_pause and not retry_state.refreshed
 
     async def _refresh(self, retry_state: RetryState) -> None:
         """Probe the workers again, because workers that were paused may run again, such as after a rolling update."""
-        retry_state.probed = True
+        retry_state.refreshed = True
         began_s = self.loop.time()
         async with self._refreshing:
             if self._refreshed_s < began_s:  # unless another request has refreshed them meanwhile
@@ -293,7 +293,7 @@ class Router:
 
     def attempt_ended(self, exchange: Exchange, placement: Placement, outcome: Outcome) -> None:
         worker = placement.worker
-        self.counters.attempt(worker, outcome)
+        self.counters.count_attempt(worker, outcome)
         if isinstance(outcome, Lost):
             placement.undo()
             # A worker may disconnect when the client does not read, and may be merely busy when a deadline passes.

@@ -27,8 +27,8 @@ STEP_S = 60.0  # how long a rank waits for another within a step
 
 
 @dataclass(frozen=True, slots=True)
-class WantedWeights:
-    """Weights to load instead of the model's own."""
+class UpdatedWeights:
+    """The weights of the last update. A restarted engine loads them instead of the model's own."""
 
     files: FileSource
     version: int
@@ -46,7 +46,7 @@ class Parallelism(Protocol):
     def open(self, source: Source) -> WeightSource:
         """Open `source` in a way that every rank can read."""
 
-    def least(self, free: int) -> int:
+    def usable_bytes(self, free: int) -> int:
         """The bytes that each rank may use, if this process has `free` bytes."""
 
     def draw_with(self, draw: Draw) -> Draw:
@@ -69,7 +69,7 @@ class SingleRank:
     def open(self, source: Source) -> WeightSource:
         return open_source(source, self.device)
 
-    def least(self, free: int) -> int:
+    def usable_bytes(self, free: int) -> int:
         return free
 
     def draw_with(self, draw: Draw) -> Draw:
@@ -100,7 +100,7 @@ class RankTeam:
     def open(self, source: Source) -> WeightSource:
         return open_together(source, self.ranks)
 
-    def least(self, free: int) -> int:
+    def usable_bytes(self, free: int) -> int:
         # Ranks on a CPU share one memory; each GPU has its own.
         return self.ranks.least(free) // (self.ranks.size if self.device.type == "cpu" else 1)
 
@@ -131,7 +131,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     return torch.device(name) if rank == 0 else torch.device("cuda", index)
 
 
-def start_ranks(model: Path, config: EngineConfig, wanted: WantedWeights | None) -> Parallelism:
+def start_ranks(model: Path, config: EngineConfig, updated: UpdatedWeights | None) -> Parallelism:
     device, size = choose_device(config.device), config.tensor_parallel
     if size == 1:
         return SingleRank(device)
@@ -140,7 +140,7 @@ def start_ranks(model: Path, config: EngineConfig, wanted: WantedWeights | None)
         threads = share_threads(size, undo)
         with scratch.folder("ranks-") as folder:
             store = folder / "store"
-            starts = [follower_start(model, config, wanted, rank, store, threads) for rank in range(1, size)]
+            starts = [follower_start(model, config, updated, rank, store, threads) for rank in range(1, size)]
             followers = Followers(starts)
             undo.callback(followers.close)
             followers.await_all()
@@ -157,7 +157,7 @@ def share_threads(ranks: int, undo: ExitStack) -> int:
 
 
 def follower_start(
-    model: Path, config: EngineConfig, wanted: WantedWeights | None, rank: int, store: Path, threads: int
+    model: Path, config: EngineConfig, updated: UpdatedWeights | None, rank: int, store: Path, threads: int
 ) -> FollowerStart:
     settings = logs.own_voice()
     return FollowerStart(
@@ -167,8 +167,8 @@ def follower_start(
         store=str(store),
         step_s=STEP_S,
         threads=threads,
-        weights=None if wanted is None else wanted.files,
-        version=0 if wanted is None else wanted.version,
+        weights=None if updated is None else updated.files,
+        version=0 if updated is None else updated.version,
         log_format=settings.format,
         log_level=settings.level,
         name=f"{settings.who}, rank {rank}",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headgate.router.router import Router
 
 PREFIX = "headgate:router_"
-_PART = "router_"  # follows the prefix that all metric names have
+_ROUTER = "router_"  # follows the prefix that all metric names have
 
 # name, help, value
 WORKER_GAUGES: tuple[tuple[str, str, Callable[[Worker], float]], ...] = (
@@ -79,26 +79,26 @@ class _RouterFamilies(Collector):
 
 def _about_requests(router: Router) -> Iterator[Metric]:
     counters, admission = router.counters, router.admission
-    yield counter(_PART + "requests", "Requests received.", counters.requests)
-    yield gauge(_PART + "requests_in_flight", "Requests that have not ended.", len(router.live))
-    yield gauge(_PART + "queue_length", "Requests waiting for admission.", admission.waiting)
-    yield counter(_PART + "queued", "Requests that have waited for admission.", admission.waited)
-    yield counter(_PART + "queue_seconds", "Time that requests have waited for admission.", admission.waited_s)
-    yield by_label(_PART + "requests_refused", "Requests refused by the router itself.", "code", counters.refused)
+    yield counter(_ROUTER + "requests", "Requests received.", counters.requests)
+    yield gauge(_ROUTER + "requests_in_flight", "Requests that have not ended.", len(router.live))
+    yield gauge(_ROUTER + "queue_length", "Requests waiting for admission.", admission.waiting)
+    yield counter(_ROUTER + "queued", "Requests that have waited for admission.", admission.waited)
+    yield counter(_ROUTER + "queue_seconds", "Time that requests have waited for admission.", admission.waited_s)
+    yield by_label(_ROUTER + "requests_refused", "Requests refused by the router itself.", "code", counters.refused)
     yield by_label(
-        _PART + "clients_left", "Clients that left before the end of their answer.", "cause", counters.clients_left
+        _ROUTER + "clients_left", "Clients that left before the end of their answer.", "cause", counters.clients_left
     )
-    yield by_label(_PART + "chosen", "Attempts, by the reason for the choice of worker.", "reason", counters.chosen)
-    yield counter(_PART + "retries", "Attempts after one without output.", counters.retries)
-    yield counter(_PART + "resumes", "Answers resumed at another worker.", counters.resumes)
-    yield counter(_PART + "aborts_ignored", "Aborts that named no request.", counters.aborts_ignored)
+    yield by_label(_ROUTER + "chosen", "Attempts, by the reason for the choice of worker.", "reason", counters.chosen)
+    yield counter(_ROUTER + "retries", "Attempts after one without output.", counters.retries)
+    yield counter(_ROUTER + "resumes", "Answers resumed at another worker.", counters.resumes)
+    yield counter(_ROUTER + "aborts_ignored", "Aborts that named no request.", counters.aborts_ignored)
     yield counter(
-        _PART + "prefills_lost",
+        _ROUTER + "prefills_lost",
         "Prompts computed by the decode worker because no ticket came.",
         counters.prefills_lost,
     )
-    yield gauge(_PART + "tasks", "Tasks of the event loop.", len(asyncio.all_tasks(router.loop)))
-    yield gauge(_PART + "holding", "Whether this router has paused the whole fleet.", router.holding)
+    yield gauge(_ROUTER + "tasks", "Tasks of the event loop.", len(asyncio.all_tasks(router.loop)))
+    yield gauge(_ROUTER + "holding", "Whether this router has paused the whole fleet.", router.holding)
 
 
 def _about_workers(router: Router) -> Iterator[Metric]:
@@ -137,8 +137,10 @@ def _about_fleet(router: Router) -> Iterator[Metric]:
 
 
 def _about_index(router: Router) -> Iterator[Metric]:
-    yield gauge(_PART + "index_nodes", "Prefixes in the index.", len(router.index))
-    yield gauge(_PART + "index_nodes_limit", "Largest number of prefixes in the index.", router.index.max_nodes)
+    yield gauge(_ROUTER + "index_nodes", "Prefixes in the index.", len(router.index))
+    yield gauge(_ROUTER + "index_nodes_limit", "Largest number of prefixes in the index.", router.index.max_nodes)
     yield counter(
-        _PART + "double_releases", "Times that load was released twice, which is a bug.", router.fleet.double_releases
+        _ROUTER + "double_releases",
+        "Times that load was released twice, which is a bug.",
+        router.fleet.double_releases,
     )

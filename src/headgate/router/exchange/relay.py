@@ -606,7 +606,7 @@ class Exchange:
         assert self.last_attempt is not None
         self.moves += 1
         self.departures += (departure(*self.last_attempt, self.router.loop.time() - self.began_s),)
-        self.router.counters.moved(resumed=bool(self.journal.choices))
+        self.router.counters.count_move(resumed=bool(self.journal.choices))
 
     # -- deadlines and ends -----------------------------------------------------------------
 

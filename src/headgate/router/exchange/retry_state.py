@@ -87,7 +87,7 @@ class RetryState:
         self.fruitless = 0  # consecutive attempts without a new token
         self.last: tuple[Worker, Outcome] | None = None  # what the client receives if no later attempt is better
         self.extent = (0, 0, 0)  # what the client had received when the last attempt ended
-        self.probed = False  # the workers were probed since the last refusal
+        self.refreshed = False  # whether `Router._refresh` was called for this request since its last attempt
         self.left_behind: Worker | None = None  # the worker that refuses because it still has an earlier attempt
         self._tried: set[Worker] = set()
         self._reschedules = 0
@@ -99,7 +99,7 @@ class RetryState:
         if isinstance(outcome, Streamed) or (isinstance(outcome, Answered) and not self._elsewhere(worker, outcome)):
             self.last = worker, outcome
             return Event.FINAL
-        if not self._says_less(outcome, progress):
+        if not self._is_worse_than_last(outcome, progress):
             self.last = worker, outcome
         self.extent = progress.extent
         self._count(worker, outcome, progress.tokens)
@@ -138,8 +138,8 @@ class RetryState:
         asked_before = self.last is not None or worker in self._tried
         return answer.status in ELSEWHERE or (answer.status == 409 and asked_before)
 
-    def _says_less(self, outcome: Outcome, progress: Progress) -> bool:
-        """Whether the client is served better by the last outcome (part of the answer, or a full queue) than by this."""
+    def _is_worse_than_last(self, outcome: Outcome, progress: Progress) -> bool:
+        """Whether the last outcome (part of the answer, or a full queue) serves the client better than `outcome`."""
         if self.queue_was_full:
             return isinstance(outcome, Answered) and outcome.status == 503
         unchanged = progress.extent == self.extent
@@ -153,7 +153,7 @@ class RetryState:
             self._unwilling.clear()
             self._failed.clear()
         self.fruitless += 1
-        self.probed = False
+        self.refreshed = False
         refused = isinstance(outcome, Answered) and outcome.status == 409
         self.left_behind = worker if refused and worker in self._tried else None
         self._tried.add(worker)

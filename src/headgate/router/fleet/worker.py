@@ -62,7 +62,7 @@ class Worker:
         self.listed = False  # whether it is in the workers file
         self.managed = False  # whether it registered itself; it is then removed when its heartbeats stop
         self.pid: int | None = None
-        # Load from this router. `Workers.taking` adds to it and `LoadShare.give_back` subtracts.
+        # Load from this router. `Workers.add_load` adds to it and `LoadShare.give_back` subtracts.
         self.in_flight = 0
         self.pending_tokens = 0  # prompt tokens of requests without a first token
         # The worker's own report, from `/v1/loads`.

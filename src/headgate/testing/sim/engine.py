@@ -319,7 +319,7 @@ class EngineProcess(asyncio.SubprocessTransport):
         self.loop: SimEngineLoop | None = None  # None until the engine has started
         self.driver: LoopDriver | None = None
         self.executor: SimExecutor | None = None
-        self.kv: SimKv | None = None  # None if KV transfer is off
+        self.kv: SimKv | None = None  # None until the engine has started, and if KV transfer is off
         self.host = SimProcess(processes.loop, f"{parent.name}/{start.name.replace(' ', '')}", parent)
         self.host.on_end.append(lambda: self.end(-9))
         self.host.on_end.append(lambda: processes.loop.network.host_ended(self.host))

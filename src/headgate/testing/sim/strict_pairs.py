@@ -1,9 +1,10 @@
-"""Guarantee 73: a header that changes how an answer is presented changes nothing of how it is scheduled.
+"""Guarantee 73: a header that changes the presentation of an answer does not change its scheduling.
 
-Some seeds also run a variant of their plan twice, with `X-OpenAI-Strict` on every request and with an unknown header in
-its place. In both runs the network delays all bytes alike and never splits them, and no client reads slowly. Then the
-times of all events depend on no byte, so both runs must place the requests at the same workers in the same order, and
-clients must receive the same tokens. Engines have few blocks and return preempted answers, so that requests move.
+Some seeds also run a variant of their plan twice: once with `X-OpenAI-Strict` on every request, and once with an unknown
+header in its place. In both runs the network has no jitter and splits no data, and no client reads slowly. The content
+of a message then does not affect the time of any event, so both runs must place the requests at the same workers in the
+same order, and clients must receive the same tokens. Engines have few blocks and return preempted answers to the
+router, which continues them at other workers.
 """
 
 from __future__ import annotations
