@@ -46,6 +46,14 @@ def test_help_fits_on_a_screen(arguments, capsys, monkeypatch):
     assert len(lines) <= 45 and max(map(len, lines)) <= 80
 
 
+def test_all_flags_are_in_the_longer_help_only_if_they_are_rarely_used(capsys):
+    for argument, lists_rare_flags in (("--help", False), ("--help-all", True)):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", argument])
+        output = capsys.readouterr().out
+        assert "--max-running" in output and ("--kv-listen" in output) is lists_rare_flags
+
+
 def test_a_port_in_use_is_reported_before_the_model_is_searched(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -25,6 +25,7 @@ from headgate.cli.chaos import add_chaos
 from headgate.cli.completion import add_completion
 from headgate.cli.doctor import add_doctor
 from headgate.cli.exits import FAILED, WRONG_USE
+from headgate.cli.help import CommandParser
 from headgate.cli.replay import add_replay
 from headgate.cli.route import add_route
 from headgate.cli.scale import add_scale
@@ -63,8 +64,8 @@ def fail(sentence: str, code: int) -> int:
     return code
 
 
-def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="headgate", description="Serve large language models.")
+def parser() -> CommandParser:
+    root = CommandParser(prog="headgate", description="Serve large language models.")
     root.add_argument("--version", action="version", version=f"headgate {__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_serve(_command(commands, "serve", "serve a model over HTTP with an OpenAI-compatible API"))
@@ -93,5 +94,5 @@ def parser() -> argparse.ArgumentParser:
 Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
-def _command(commands: Commands[argparse.ArgumentParser], name: str, what: str) -> argparse.ArgumentParser:
+def _command(commands: Commands[CommandParser], name: str, what: str) -> CommandParser:
     return commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from headgate import __version__
+from headgate.cli.help import CommandParser
 from headgate.config import (
     DTYPES,
     FP8,
@@ -33,7 +34,7 @@ KV_LISTEN = "127.0.0.1:0"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-def add_serve(command: argparse.ArgumentParser) -> None:
+def add_serve(command: CommandParser) -> None:
     command.usage = "headgate serve [MODEL] [options]"
     command.set_defaults(run=serve)
     add = command.add_argument
@@ -43,22 +44,6 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
-    add("--register", metavar="URL", help="router to join; its key: $HEADGATE_ROUTER_KEY")
-    add("--role", choices=ROLES, default="mixed", metavar="ROLE", help="role there: mixed, prefill, decode (mixed)")
-    add(
-        "--kv-listen",
-        default=KV_LISTEN,
-        metavar="IP:PORT",
-        help="bind address for KV transfer (%(default)s)",
-    )
-    add(
-        "--kv-transport",
-        choices=KV_TRANSPORTS,
-        default="auto",
-        metavar="KIND",
-        help="KV transfer backend: auto, tcp or nixl (auto)",
-    )
-    add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="networks to fetch KV from (this machine)")
     # Used by a supervising process that holds the other end of our standard input: the server exits when it closes.
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)
 
@@ -74,17 +59,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="FP8 storage on a GPU: weights, kv or both (none)",
     )
-    add(
-        "--logprobs-mode",
-        choices=get_args(LogprobsMode),
-        default="raw",
-        metavar="MODE",
-        help="default of requests: raw, scaled or processed (raw)",
-    )
-    for flag, parsers in (("--reasoning-parser", REASONING_PARSERS), ("--tool-parser", TOOL_PARSERS)):
-        add(flag, choices=parsers, default="auto", metavar="NAME", help=f"{', '.join(parsers)} (auto)")
     add("--deterministic", action="store_true", help="bitwise identical answers whatever else is running")
-    add("--routed-experts", action="store_true", help="keep the experts of tokens, for return_routed_experts")
 
     add = command.add_argument_group("limits").add_argument
     add("--max-context", type=int, metavar="TOKENS", help="prompt and answer together (default: the model's)")
@@ -93,20 +68,6 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     add("--kv-blocks", type=int, metavar="N", help="KV cache blocks of 32 tokens (default: what fits)")
     add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="drop clients that read nothing (30)")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="let requests finish at shutdown (30)")
-    add(
-        "--kv-times",
-        type=kv_times,
-        default=KvTimes(),
-        metavar="L,W,E",
-        help="KV lease, fetch and export timeouts (30,10,30)",
-    )
-    add(
-        "--on-preempt",
-        choices=PREEMPTED,
-        default="recompute",
-        metavar="WHAT",
-        help="recompute here or reschedule elsewhere (recompute)",
-    )
 
     add = command.add_argument_group("access and logging").add_argument
     add("--api-keys", type=Path, metavar="FILE", help="name:key lines or JSON; default: $HEADGATE_API_KEYS")
@@ -125,6 +86,50 @@ def add_serve(command: argparse.ArgumentParser) -> None:
         default="INFO",
         metavar="LEVEL",
         help="debug, info, warning or error (info)",
+    )
+
+    add = command.add_rare_group("answers").add_argument
+    add(
+        "--logprobs-mode",
+        choices=get_args(LogprobsMode),
+        default="raw",
+        metavar="MODE",
+        help="default of requests: raw, scaled or processed (raw)",
+    )
+    for flag, parsers in (("--reasoning-parser", REASONING_PARSERS), ("--tool-parser", TOOL_PARSERS)):
+        add(flag, choices=parsers, default="auto", metavar="NAME", help=f"{', '.join(parsers)} (auto)")
+    add("--routed-experts", action="store_true", help="keep the experts of tokens, for return_routed_experts")
+
+    add = command.add_rare_group("fleets").add_argument
+    add("--register", metavar="URL", help="router to join; its key: $HEADGATE_ROUTER_KEY")
+    add("--role", choices=ROLES, default="mixed", metavar="ROLE", help="role there: mixed, prefill, decode (mixed)")
+    add(
+        "--kv-listen",
+        default=KV_LISTEN,
+        metavar="IP:PORT",
+        help="bind address for KV transfer (%(default)s)",
+    )
+    add(
+        "--kv-transport",
+        choices=KV_TRANSPORTS,
+        default="auto",
+        metavar="KIND",
+        help="KV transfer backend: auto, tcp or nixl (auto)",
+    )
+    add("--kv-peers", default=",".join(LOOPBACK), metavar="NETS", help="networks to fetch KV from (this machine)")
+    add(
+        "--kv-times",
+        type=kv_times,
+        default=KvTimes(),
+        metavar="L,W,E",
+        help="KV lease, fetch and export timeouts (30,10,30)",
+    )
+    add(
+        "--on-preempt",
+        choices=PREEMPTED,
+        default="recompute",
+        metavar="WHAT",
+        help="recompute here or reschedule elsewhere (recompute)",
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from headgate import __version__
+from headgate.cli.help import CommandParser
 from headgate.cli.route import add_disaggregation
 from headgate.cli.serve import LOG_LEVELS, ROLES, add_serve, checked_port, read_keys
 from headgate.config import DTYPES, POLICIES, PREEMPTED, EngineConfig, RouteConfig
@@ -254,7 +255,7 @@ def parsed(flags: Sequence[str]) -> argparse.Namespace:
     for flag in flags:
         if flag.partition("=")[0] in RESERVED:
             raise RequestError(f"{flag} of a server is set by headgate up; leave it out")
-    command = argparse.ArgumentParser(prog="headgate serve")
+    command = CommandParser(prog="headgate serve")
     add_serve(command)
     return command.parse_args(["model", *flags])
 
