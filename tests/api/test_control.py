@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from headgate.api.accounting.ledger import PREFILL, Ledger
 from headgate.api.accounting.metrics import ServerMetrics
@@ -14,6 +15,7 @@ from headgate.api.control.lifecycle import Controls, Refusal
 from headgate.api.host import ServerContext
 from headgate.api.weight_labels import MOST_LABELS, WeightLabels
 from headgate.contract.control import overall
+from headgate.contract.orders import UNORDERED, Order
 from headgate.engine.moving_stream import Place
 from headgate.engine.replicas import Replica
 from headgate.errors import EngineDead, Late, Unavailable
@@ -85,7 +87,8 @@ def test_22_a_pause_is_answered_after_the_clients_of_ended_requests_have_the_end
     run(main())
 
 
-def test_72_a_pause_counts_a_request_with_several_choices_once():
+@pytest.mark.parametrize("order", [UNORDERED, Order("router", 1)], ids=["an operator", "a router"])
+def test_72_a_pause_counts_a_request_with_several_choices_once_and_names_it_to_routers(order: Order):
     async def main() -> None:
         engines = Engines({0: EngineState("paused", "abort", True, 0, {7: 5, 8: 5, 9: 0})})
         engines.free.set()
@@ -98,10 +101,12 @@ def test_72_a_pause_counts_a_request_with_several_choices_once():
                 record.begin(choice, SimpleNamespace(place=Place(0, id), settled=True, made=0))  # type: ignore[arg-type]
                 record.finish(choice, "abort", "pause", 1, 0, 5)
                 record.streams[choice] = SimpleNamespace(place=Place(0, id))  # type: ignore[assignment]
-            pausing = asyncio.create_task(control.pause(Pause()))
+            pausing = asyncio.create_task(control.pause(Pause(), order))
             for _ in range(20):
                 await asyncio.sleep(0)
-        assert (await pausing).aborted == 1
+        result = await pausing
+        assert result.aborted == 1
+        assert result.aborted_requests == ([("", "a")] if order.router else UNSET)
 
     run(main())
 

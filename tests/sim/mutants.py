@@ -728,7 +728,7 @@ MUTANTS = [
         "a pause ends accepted requests that no worker has",
         "router/control/lifecycle.py",
         "            ended = await self.end_accepted(body, accepted, caller, due_s + SLACK_S)\n",
-        "            ended = 0\n",
+        "            ended = []\n",
     ),
     Mutant(
         "an abort does not name prefill requests",
@@ -750,6 +750,14 @@ MUTANTS = [
         "    return list(dict.fromkeys(record for record in records if record.kind != PREFILL))\n",
         "    return [record for record in records if record.kind != PREFILL]\n",
         test="tests/api/test_control.py",
+    ),
+    Mutant(
+        "a pause counts a request that moved once",
+        "router/control/results.py",
+        "    return len(aborted) + unnamed[0], len(finished - aborted) + unnamed[1]\n",
+        "    named = sum(map(len, (each.aborted_requests or () for each in results)))\n"
+        "    return named + unnamed[0], len(finished - aborted) + unnamed[1]\n",
+        test="tests/router/test_pause_counts.py",
     ),
     Mutant(
         "a pause of a server applies to requests that no engine has",

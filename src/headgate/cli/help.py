@@ -14,9 +14,7 @@ class CommandParser(argparse.ArgumentParser):
     def add_rare_group(self, title: str) -> argparse._ArgumentGroup:
         """Add a group of flags that only `--help-all` shows."""
         if not self._rare:
-            self.add_argument(
-                "--help-all", action=_HelpAll, nargs=0, help="show rarely used flags, too, and exit"
-            )
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show rarely used flags, too, and exit")
         self._rare.append(self.add_argument_group(title))
         return self._rare[-1]
 

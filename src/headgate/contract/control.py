@@ -107,6 +107,9 @@ def memory_of(raw: dict[str, Any], query: Mapping[str, str]) -> MemoryRequest:
     return body
 
 
+RequestName = tuple[str, str]  # tenant and id
+
+
 class EngineOutcome(msgspec.Struct, kw_only=True):
     engine: Count
     state: str  # the state of the engine, or "down"
@@ -130,6 +133,9 @@ class FleetResult(msgspec.Struct, kw_only=True):
     finished: Count | UnsetType = UNSET
     forced: list[str] | UnsetType = UNSET  # requests that were ended because the timeout had passed
     elapsed_s: float | UnsetType = UNSET
+    # only for a pause by a router, which counts a request once that several workers have ended
+    aborted_requests: list[RequestName] | UnsetType = UNSET
+    finished_requests: list[RequestName] | UnsetType = UNSET
     # only for an update
     checksum: dict[str, str] | UnsetType = UNSET
     # only for a flush, and for a pause that clears the cache

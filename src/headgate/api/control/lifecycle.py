@@ -105,8 +105,12 @@ class Controls:
         result = self._result(outcome)
         if result.mode is None and result.state == "pausing":
             result.mode = pause.mode
-        result.aborted = len(_requests(ended))
-        result.finished = sum(record.completed for record in _requests(before.values()))
+        aborted = _requests(ended)
+        finished = [record for record in _requests(before.values()) if record.completed]
+        result.aborted, result.finished = len(aborted), len(finished)
+        if order.router:
+            result.aborted_requests = [record.key for record in aborted]
+            result.finished_requests = [record.key for record in finished]
         result.forced = [record.label for record in _requests(forced)]
         result.elapsed_s = round(clock() - began_s, 6)
         if result.state == "running":

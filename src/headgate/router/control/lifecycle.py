@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET
 
-from headgate.contract.control import ControlBody, FleetResult, MemoryRequest, PauseRequest, Refusal
+from headgate.contract.control import ControlBody, FleetResult, MemoryRequest, PauseRequest, Refusal, RequestName
 from headgate.contract.operations import control as control_ops
 from headgate.contract.operations.operation import Operation
 from headgate.contract.orders import ONLY_IF_HEADER, ORDER_HEADER, OWN, RUNNING, UNRESUMED
@@ -35,7 +35,7 @@ from headgate.router.control.fan_out import (
     is_down,
     to_all,
 )
-from headgate.router.control.results import ControlReport, RouterResult, merge, require_all
+from headgate.router.control.results import ControlReport, RouterResult, count_requests, merge, require_all
 from headgate.router.exchange.ending import PAUSE
 from headgate.router.exchange.relay import NoWorker
 from headgate.router.fleet.worker import Worker
@@ -96,8 +96,7 @@ class FleetControls:
             ended = await self.end_accepted(body, accepted, caller, due_s + SLACK_S)
         result = self.merge(replies)
         results: list[FleetResult] = [reply.answer.result for reply in replies if reply.ok]
-        result.aborted = ended + sum(each.aborted or 0 for each in results)
-        result.finished = sum(each.finished or 0 for each in results)
+        result.aborted, result.finished = count_requests(results, ended)
         result.forced = [id for each in results for id in each.forced or ()]
         if body.clear_cache is True:
             self.forget_prefixes(reply.worker for reply in replies if reply.ok)
@@ -192,8 +191,8 @@ class FleetControls:
 
     async def end_accepted(
         self, pause: PauseRequest, accepted: Sequence[Exchange], caller: CallerHeaders, due_s: float
-    ) -> int:
-        """Complete a pause of mode `abort`: end the accepted requests that no worker has ended. Returns their number.
+    ) -> list[RequestName]:
+        """Complete a pause of mode `abort`: end the accepted requests that no worker has ended. Returns their names.
 
         Called after the workers have answered, because a pause that every worker refuses must not end requests.
         """
@@ -205,7 +204,7 @@ class FleetControls:
             await self._wait_over(_unended(accepted), min(due_s, self._router.loop.time() + wait_s))
             # Either their workers queue them, because the pause arrived there first, or the pause does not reach them.
             await self._end([each for each in _unended(accepted) if self._ends_only_here(each)], due_s)
-        return sum(exchange.ended_by_pause or exchange in ended for exchange in accepted)
+        return [(each.tenant, each.id) for each in accepted if each.ended_by_pause or each in ended]
 
     async def _end_at_removed_workers(
         self, exchanges: Iterable[Exchange], caller: CallerHeaders, due_s: float

@@ -6,14 +6,14 @@ an error that names the workers that have not. Workers that are down follow when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict
 
-from headgate.contract.control import EngineOutcome, FleetResult, overall
+from headgate.contract.control import EngineOutcome, FleetResult, RequestName, overall
 from headgate.errors import RequestError
 from headgate.router.control.fan_out import WorkerReply, is_down
 from headgate.router.exchange.relay import NoWorker
@@ -84,6 +84,22 @@ def merge(router: Router, replies: Sequence[WorkerReply], *, pause_wanted: bool)
         engines=engines,
         workers=workers,
     )
+
+
+def count_requests(results: Iterable[FleetResult], ended_here: Iterable[RequestName]) -> tuple[int, int]:
+    """How many requests a pause aborted, and how many finished during it.
+
+    Several workers may name one request: it moved when its connection broke, which the first worker has not noticed.
+    """
+    aborted, finished, unnamed = set(ended_here), set[RequestName](), [0, 0]
+    for result in results:
+        if isinstance(result.aborted_requests, UnsetType) or isinstance(result.finished_requests, UnsetType):
+            unnamed[0] += result.aborted or 0
+            unnamed[1] += result.finished or 0
+        else:
+            aborted.update(result.aborted_requests)
+            finished.update(result.finished_requests)
+    return len(aborted) + unnamed[0], len(finished - aborted) + unnamed[1]
 
 
 def _outcome(fleet: Workers, reply: WorkerReply, pause_wanted: bool) -> WorkerOutcome:
