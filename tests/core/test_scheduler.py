@@ -373,6 +373,35 @@ def test_a_preempted_sequence_waits_until_its_last_step_has_landed():
     assert engine.tokens[2] == engine.answer(prompt_of(2, 8), 12)
 
 
+def test_a_preempted_sequence_is_not_readmitted_before_its_last_step_has_landed():
+    engine = Engine(blocks=6, running=4)
+    engine.add(1, prompt=8, max_tokens=12)
+    engine.add(2, prompt=8, max_tokens=12)
+    while engine.launch() and not engine.scheduler.leaving:
+        if len(engine.device) == 3:
+            engine.land()
+    (victim,) = engine.scheduler.leaving
+    engine.scheduler.abort([1], "api_abort")  # its blocks would suffice for the victim
+    engine.launch()
+    assert victim.holds and victim.phase is Phase.WAITING
+    while len(engine.device):
+        engine.land()
+    engine.run()
+    assert engine.tokens[2] == engine.answer(prompt_of(2, 8), 12)
+
+
+def test_blocks_of_a_sequence_preempted_after_its_slice_was_drafted_are_not_used_in_that_step():
+    engine = Engine(blocks=7)
+    engine.add(1, prompt=8, max_tokens=16, priority=1)
+    engine.step()
+    engine.add(2, prompt=8, max_tokens=16)
+    while not engine.scheduler.counters.preemptions:
+        plan = engine.step()
+    assert plan is not None and len(plan.rows) == 1 and not plan.grown, "the other sequence waits for a step"
+    engine.run()
+    assert engine.tokens == {id: engine.answer(prompt_of(id, 8), 16) for id in (1, 2)}
+
+
 def test_aborting_a_preempted_sequence_whose_step_is_under_way_publishes_nothing():
     engine = Engine(blocks=3, max_context=12)
     for id in (1, 2):
