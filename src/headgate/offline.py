@@ -22,6 +22,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import msgspec
+import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
@@ -29,13 +30,15 @@ from headgate.config import EngineConfig
 from headgate.contract.sampling import SamplingParams
 from headgate.engine.build import Engine, build_engine
 from headgate.engine.routed import RoutedTokens
+from headgate.engine.vectors import read_vector
 from headgate.errors import RequestError
 from headgate.model_store.find import find_model
+from headgate.model_store.pooling import read_pooling
 from headgate.protocol.command import Command, Denied, Result
 from headgate.protocol.message import Abort, CommandAnswer, CommandCall, StepOutputs, Submit
 from headgate.protocol.output import Cause, Ended, Outputs, Refused, Timings
 from headgate.protocol.plan import Logprobs, RoutedExperts, RoutedShape
-from headgate.protocol.request import GenerateRequest
+from headgate.protocol.request import GenerateRequest, Pooling
 from headgate.text.constraints import checked
 from headgate.text.detokenizer import Detokenizer
 from headgate.text.stops import StopStrings
@@ -76,6 +79,7 @@ class LLM:
         files = find_model(None if model is None else str(model))
         self.tokenizer: Tokenizer | None = load_tokenizer(files.path)
         self.template: ChatTemplate | None = load_template(files.path)
+        self.pooling: Pooling = read_pooling(files.path) or "last"
         self.engine: Engine = build_engine(files.path, EngineConfig(**{"kv_listen": None, **options}), self._deliver)
 
     def __enter__(self) -> LLM:
@@ -111,13 +115,38 @@ class LLM:
             self._answer(prompt, each, stop, ids)
             for prompt, each, ids in zip(listed, _each(params, listed), partial, strict=True)
         ]
-        bar = tqdm(total=len(answers), desc="generating", unit="answer", disable=None if progress else True)
+        self._finish(answers, tqdm(total=len(answers), desc="generating", unit="answer", disable=_hidden(progress)))
+        return [answer.completion for answer in answers]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        progress: bool = True,
+    ) -> npt.NDArray[np.float32]:
+        """Return the vectors of one or many prompts (text or token ids) as an array `[prompts, dimensions]`.
+
+        `pooling` is that of the checkpoint by default, or the hidden state of the last token. `dimensions` keeps the
+        first numbers of each vector; `normalize` scales it to length 1 after that.
+        """
+        hidden = self.engine.info.hidden
+        if dimensions is not None and not 1 <= dimensions <= hidden:
+            raise RequestError(f"dimensions must be between 1 and {hidden}", param="dimensions")
+        params, pooling = SamplingParams(max_tokens=0), pooling or self.pooling
+        answers = [self._answer(prompt, params, (), pooling=pooling) for prompt in _as_list(prompts)]
+        self._finish(answers, tqdm(total=len(answers), desc="embedding", unit="prompt", disable=_hidden(progress)))
+        vectors = [read_vector(answer.vector, dimensions, normalised=normalize) for answer in answers]
+        return np.stack(vectors) if vectors else np.empty((0, dimensions or hidden), np.float32)
+
+    def _finish(self, answers: Sequence[_PendingCompletion], bar: tqdm[Any]) -> None:
         with interrupts_deferred(self.engine.loop.wake) as interrupted, bar, closing(self._run(answers)) as turns:
             for _ in turns:
                 bar.update(sum(answer.done for answer in answers) - bar.n)
                 if interrupted.is_set():
                     break
-        return [answer.completion for answer in answers]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, stop: Sequence[str] = ()
@@ -205,13 +234,21 @@ class LLM:
         for id, experts in outputs.routed.items():
             if answer := self._mail.get(id):
                 answer.add_routed(experts)
+        for id, vector in outputs.vectors.items():
+            if answer := self._mail.get(id):
+                answer.add_vector(vector)
         ends: list[Ended | Refused] = [*outputs.ended, *outputs.refused]
         for end in ends:
             if answer := self._mail.pop(end.id, None):
                 answer.end(end)
 
     def _answer(
-        self, prompt: Prompt, params: SamplingParams, stop: Sequence[str], generated: Sequence[int] = ()
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        stop: Sequence[str],
+        generated: Sequence[int] = (),
+        pooling: Pooling | None = None,
     ) -> _PendingCompletion:
         ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         if not all(isinstance(token, int) for token in ids):
@@ -223,7 +260,7 @@ class LLM:
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         routed = self.engine.info.routed
-        return _PendingCompletion(tuple(ids), params, self.tokenizer, stop, tuple(generated), routed)
+        return _PendingCompletion(tuple(ids), params, self.tokenizer, stop, tuple(generated), routed, pooling)
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -242,6 +279,7 @@ class _PendingCompletion:
         stop: Sequence[str],
         generated: tuple[int, ...],
         routed: RoutedShape | None,
+        pooling: Pooling | None,
     ) -> None:
         # The first token of a prompt has no logprobs: nothing precedes it.
         unscored: list[Logprobs | None] = [None] * min(max(1, params.prompt_logprobs_start), len(prompt))
@@ -249,6 +287,8 @@ class _PendingCompletion:
         self.completion = Completion(prompt, prompt_logprobs=scored)
         self._params = params
         self._generated = generated
+        self._pooling = pooling
+        self._vector: bytes | None = None
         self._detokenizer = Detokenizer(tokenizer, prompt_ids=prompt) if tokenizer else None
         self._stops = StopStrings(stop)
         asked = routed is not None and params.return_routed_experts
@@ -270,8 +310,9 @@ class _PendingCompletion:
         return self._stops.matched is not None
 
     def request(self, id: int) -> GenerateRequest:
+        prompt, generated, pooling = self.completion.prompt_token_ids, self._generated, self._pooling
         try:
-            return GenerateRequest(id, self.completion.prompt_token_ids, self._params, generated=self._generated)
+            return GenerateRequest(id, prompt, self._params, generated=generated, pooling=pooling)
         except ValueError as error:
             raise RequestError(str(error), param="prompt") from error
 
@@ -304,6 +345,16 @@ class _PendingCompletion:
     def add_prompt_logprobs(self, scores: Iterable[Logprobs]) -> None:
         assert self.completion.prompt_logprobs is not None
         self.completion.prompt_logprobs += scores
+
+    def add_vector(self, vector: bytes) -> None:
+        self._vector = vector
+
+    @property
+    def vector(self) -> bytes:
+        """The vector of the prompt; raises if the request has ended without one."""
+        if self._vector is None:
+            raise RequestError(f"the request ended before its vector was computed ({self.completion.cause})")
+        return self._vector
 
     def add_routed(self, experts: Iterable[RoutedExperts]) -> None:
         assert self._routed is not None
@@ -349,6 +400,11 @@ def interrupts_deferred(wake: Callable[[], None] = lambda: None) -> Iterator[thr
         signal.signal(signal.SIGINT, before)
     if interrupted.is_set():
         raise KeyboardInterrupt
+
+
+def _hidden(progress: bool) -> bool | None:
+    """Whether a progress bar is hidden; None: unless standard error is a terminal."""
+    return None if progress else True
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -24,8 +24,8 @@ from headgate.core.sequence import Phase, Sequence
 from headgate.errors import RequestError
 from headgate.protocol.output import Ended, Outputs
 from headgate.protocol.plan import Fetch, Logprobs, RoutedExperts, StepPlan, StepResult
-from headgate.protocol.request import GenerateRequest, Ticket
-from headgate.testing.device import FakeDevice, expected_entries, expected_token, score
+from headgate.protocol.request import GenerateRequest, Pooling, Ticket
+from headgate.testing.device import FakeDevice, expected_entries, expected_token, expected_vector, score
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97
@@ -51,6 +51,7 @@ class Client:
     scored: int = 0
     routed: array[int] = field(default_factory=lambda: array("q"))
     routed_versions: set[int] = field(default_factory=set)
+    vectors: list[bytes] = field(default_factory=list)
     ended: Ended | None = None
     aborted: bool = False  # an abort was requested or a deadline passed, so an early end is allowed
     max_context: int = 0  # the longest sequence of its engine
@@ -97,6 +98,7 @@ class Client:
         if ended.finish_reason in ("stop", "length") and ended.timings.started_s is not None:
             wanted = range(0) if sampling.prompt_logprobs is None else self.positions
             assert self.scored == len(wanted), "each prompt position is scored exactly once"
+            assert len(self.vectors) == (request.pooling is not None), "a pooled prompt has one vector"
             self.check_routed([*request.prompt, *answer])
 
     def receive_scores(self, scores: tuple[Logprobs, ...], version: int) -> None:
@@ -107,6 +109,14 @@ class Client:
             at = self.positions[self.scored]
             self.scored += 1
             assert not self.checkable or received == score(entries[at - 1], prompt[at]), "wrong score"
+
+    def receive_vector(self, vector: bytes, version: int) -> None:
+        assert self.ended is None, "a vector after the terminal output"
+        prompt, pooling = self.request.prompt, self.request.pooling
+        assert pooling is not None, "a vector that was not requested"
+        expected = expected_vector(prompt, version, pooling, self.windows)
+        assert not self.checkable or vector == expected, "wrong vector"
+        self.vectors.append(vector)
 
     def receive_routed(self, reports: tuple[RoutedExperts, ...], version: int) -> None:
         assert self.ended is None, "experts after the terminal output"
@@ -270,6 +280,8 @@ class Engine:
             self.clients[id].receive_scores(scores, outputs.version)
         for id, reports in outputs.routed.items():
             self.clients[id].receive_routed(reports, outputs.version)
+        for id, vector in outputs.vectors.items():
+            self.clients[id].receive_vector(vector, outputs.version)
         for ended in outputs.ended:
             self.clients[ended.id].receive_end(ended)
         return tickets
@@ -394,6 +406,9 @@ class FuzzRun:
             export_kv=engine is self.p and rng.random() < 0.7,
             tenant=self.tenants[id % len(self.tenants)],
         )
+        if max_tokens == 0 and not request.export_kv:
+            pooled: tuple[Pooling | None, ...] = ("last", "mean", None)
+            request = msgspec.structs.replace(request, pooling=pooled[id % len(pooled)])
         self.counts["requests" if engine.offer(request) else "refused"] += 1
 
     def prompt(self, engine: Engine) -> tuple[int, ...]:

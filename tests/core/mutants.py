@@ -352,6 +352,9 @@ MUTANTS = [
         "elif seq.prompt_only and plan.starts[i] + plan.counts[i] == seq.wanted:",
         "elif False:",
     ),
+    scheduler("a pooled prompt samples nothing", " + seq.sampling and not seq.pooled", " + seq.sampling"),
+    admission("the last token of a pooled prompt is computed", "return limit + 1  #", "return limit  #"),
+    admission("a mean needs all tokens", 'if seq.request.pooling == "mean":', "if False:"),
     scheduler(
         "scores begin where the request asks",
         "first = max(start + 1, seq.request.sampling.prompt_logprobs_start)",

@@ -14,8 +14,8 @@ from headgate.core.scheduler import Flow, Scheduler
 from headgate.core.sequence import Phase, Sequence
 from headgate.errors import ContextTooLong, DuplicateId, RequestError
 from headgate.protocol.plan import Logprobs, StepResult
-from headgate.protocol.request import GenerateRequest, Ticket
-from headgate.testing.device import expected_entries, score
+from headgate.protocol.request import GenerateRequest, Pooling, Ticket
+from headgate.testing.device import expected_entries, expected_vector, score
 from tests.core.engine import BLOCK_SIZE, VOCAB_SIZE, Engine, prompt_of
 
 
@@ -676,6 +676,80 @@ def test_a_prompt_without_an_answer_may_fill_the_context():
     assert len(scores_of(engine, 1)) == most - 1
     with pytest.raises(ContextTooLong, match="max_tokens is 0"):
         engine.add(2, prompt=most + 1, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0))
+
+
+def pooled(engine: Engine, id: int, prompt: list[int], pooling: Pooling, **fields: object) -> None:
+    engine.add(id, prompt=prompt, max_tokens=0, pooling=pooling, **fields)
+
+
+def vectors_of(engine: Engine) -> dict[int, bytes]:
+    return {id: vector for outputs in engine.outputs_taken for id, vector in outputs.vectors.items()}
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_pooled_prompt_ends_with_its_vector_and_samples_nothing(pooling: Pooling):
+    engine = Engine(budget=8)
+    for id, count in ((1, 1), (2, 20), (3, 9)):
+        pooled(engine, id, prompt_of(id, count), pooling)
+    engine.add(4, prompt=5)
+    engine.run()
+    assert vectors_of(engine) == {
+        id: expected_vector(prompt_of(id, count), 0, pooling) for id, count in ((1, 1), (2, 20), (3, 9))
+    }
+    assert engine.tokens == {4: engine.answer(prompt_of(4, 5), 4)}
+    assert {(ended.cause, ended.output_tokens) for id, ended in engine.ended.items() if id < 4} == {("max_tokens", 0)}
+    assert engine.pool.held == 0
+
+
+@pytest.mark.parametrize(("pooling", "cached"), [("last", 16), ("mean", 0)])
+def test_a_prefix_hit_serves_the_last_token_and_not_a_mean(pooling: Pooling, cached: int):
+    engine = Engine()
+    for id in (1, 2):
+        pooled(engine, id, prompt_of(1, 18), pooling)
+        engine.run()
+    assert engine.ended[2].cached_tokens == cached
+    assert set(vectors_of(engine).values()) == {expected_vector(prompt_of(1, 18), 0, pooling)}
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_the_vector_of_a_preempted_prompt_begins_anew(pooling: Pooling):
+    engine = Engine(budget=8)
+    pooled(engine, 1, prompt_of(1, 20), pooling)
+    engine.step()
+    engine.scheduler.pause(Flow.FROZEN)
+    engine.scheduler.kv_lost()
+    engine.device.forget()
+    engine.scheduler.resume()
+    engine.run()
+    assert engine.scheduler.counters.preemptions == 1
+    assert vectors_of(engine) == {1: expected_vector(prompt_of(1, 20), 0, pooling)}
+
+
+def test_a_pooled_prompt_may_fill_the_context():
+    engine = Engine(blocks=8)
+    most = engine.scheduler.max_context
+    pooled(engine, 1, prompt_of(1, most), "mean")
+    engine.run()
+    assert vectors_of(engine) == {1: expected_vector(prompt_of(1, most), 0, "mean")}
+    with pytest.raises(ContextTooLong, match=f"prompt has {most + 1} tokens"):
+        pooled(engine, 2, prompt_of(2, most + 1), "mean")
+
+
+def test_an_aborted_prompt_has_no_vector():
+    engine = Engine(budget=8)
+    pooled(engine, 1, prompt_of(1, 12), "mean")
+    engine.step()
+    engine.launch()
+    engine.scheduler.abort([1], "api_abort")
+    engine.land()
+    engine.run()
+    assert engine.ended[1].cause == "api_abort" and not vectors_of(engine)
+
+
+@pytest.mark.parametrize("other", [{"max_tokens": 1}, {"generated": (1,)}, {"export_kv": True}])
+def test_a_pooled_prompt_neither_resumes_nor_samples(other: dict[str, object]):
+    with pytest.raises(ValueError, match="a request with pooling must be one with max_tokens 0"):
+        Engine().add(1, **{"max_tokens": 0, "pooling": "last", **other})  # type: ignore[arg-type]
 
 
 def test_a_fetched_prompt_with_max_tokens_0_ends_with_length():

@@ -67,6 +67,7 @@ class AdmissionChecks:
             arrived_s=now_s,
             deadline_s=min(deadline_s, now_s + wait_s),
             lockstep=sampling.grammar is not None,
+            pooled=request.pooling is not None,
             scored=max(1, sampling.prompt_logprobs_start),
             ticket=request.ticket,
         )
@@ -84,6 +85,8 @@ class AdmissionChecks:
     def _token_limit(self, request: GenerateRequest) -> int:
         """How many tokens the sequence may have, prompt and answer together."""
         limit = self._answer_limit(request)
+        if request.pooling is not None:
+            return limit + 1  # so that the last token is computed
         return self._export_limit(request) if request.export_kv else limit
 
     def _answer_limit(self, request: GenerateRequest) -> int:
@@ -168,7 +171,10 @@ class AdmissionChecks:
     def _cached_prefix(self, seq: Sequence, version: int) -> list[int]:
         # The last token is always computed, because a slice needs one. An export thus computes its last block: once
         # that step has landed, all earlier steps have too, so the blocks found in the cache are known to be written.
-        # The log-probability of a prompt token is computed with the position before it.
+        # The log-probability of a prompt token is computed with the position before it. The cache has no hidden states,
+        # and a mean needs those of all tokens.
+        if seq.request.pooling == "mean":
+            return []
         size, wanted = self._pool.block_size, min(seq.wanted, seq.scored) if seq.unscored else seq.wanted
         return self._pool.lookup(seq.keys((wanted - 1) // size, version=version, block_size=size))
 

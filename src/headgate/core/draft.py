@@ -41,7 +41,15 @@ class StepDraft:
             if ABSENT in blocks:
                 blocks = tuple(max(block, 0) for block in blocks)  # not read, but must name a block
             self.joins.append(
-                Join(seq.row, tuple(seq.tokens), seq.prompt_len, request.sampling, blocks, request.adapter)
+                Join(
+                    seq.row,
+                    tuple(seq.tokens),
+                    seq.prompt_len,
+                    request.sampling,
+                    blocks,
+                    request.adapter,
+                    request.pooling,
+                )
             )
         seq.shown = seq.stripes
 

@@ -242,6 +242,8 @@ class Scheduler:
             elif samples:
                 self._accept_run(seq, result, first, last)
             elif seq.prompt_only and plan.starts[i] + plan.counts[i] == seq.wanted:
+                if seq.pooled:
+                    self._outbox.vectors[seq.id] = result.vectors[i]
                 self._finish(seq, *LENGTH)
 
     @property
@@ -436,7 +438,7 @@ class Scheduler:
         start = seq.computed
         seq.computed = end = start + count
         seq.holds += 1
-        samples = end == len(seq.tokens) + seq.sampling
+        samples = end == len(seq.tokens) + seq.sampling and not seq.pooled
         seq.sampling += samples
         draft.add_slice(seq, start, count, samples)
         self._publish(seq)

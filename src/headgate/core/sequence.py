@@ -42,6 +42,7 @@ class Sequence:
     first_token_s: float | None = None
     cached_tokens: int | None = None  # prompt tokens found in the cache at first admission
     lockstep: bool = False  # each token must reach the host before the next can be sampled
+    pooled: bool = False  # its prompt becomes a vector, for which the last token is computed; nothing is sampled
     scored: int = 1  # the first prompt position whose log-probability is still to be reported; position 0 has none
 
     phase: Phase = Phase.WAITING
@@ -82,12 +83,15 @@ class Sequence:
 
     @property
     def prompt_only(self) -> bool:
-        """Whether this sequence only computes its prompt, for log-probabilities or the cache, and samples nothing."""
+        """Whether this sequence only computes its prompt (for log-probabilities, a vector or the cache)."""
         return self.request.sampling.max_tokens == 0 and not self.exports
 
     @property
     def wanted(self) -> int:
-        """The number of known tokens to compute. The last token of an answer, or of a prompt without one, never is."""
+        """The number of known tokens to compute. The last token of an answer, or of a prompt without one, is not.
+
+        That of a prompt with pooling is.
+        """
         return min(len(self.tokens) + self.sampling, self.limit - 1)
 
     @property

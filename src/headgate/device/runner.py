@@ -1,8 +1,8 @@
 """Runs one plan and returns one result. The runner decides nothing: everything is determined by the plan and the
 rows.
 
-A step sets up the rows that join, lays out the inputs, runs the model, scores prompts, computes logits where a token
-is needed, samples, and writes the tokens to their rows. `launch` does all of this; `Launched.result` waits for the
+A step sets up the rows that join, lays out the inputs, runs the model, scores and pools prompts, computes logits where
+a token is needed, samples, and writes the tokens to their rows. `launch` does all of this; `Launched.result` waits for the
 device.
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from headgate.device.inputs import Inputs, Layout
+from headgate.device.pooling import Pooler, StepVectors
 from headgate.device.routed import RoutedReader, StepExperts
 from headgate.device.rows import Ints, Records, Rows, to_device
 from headgate.device.sampling.draw import Draw, draw
@@ -46,6 +47,7 @@ class Launched:
     # takes the sampled tokens and returns the indices that must not be used
     find_rejected: Callable[[list[int]], tuple[int, ...]] = accept_all
     routed: StepExperts | None = None  # on the host
+    vectors: StepVectors | None = None  # on the host
     landed: torch.cuda.Event | None = None  # set once `tokens` have arrived
 
     def result(self) -> StepResult:
@@ -54,8 +56,9 @@ class Launched:
         tokens = self.tokens.tolist()
         logprobs = dict(entry for scored in self.scored for entry in scored.read())
         routed = {} if self.routed is None else self.routed.read()
+        vectors = {} if self.vectors is None else self.vectors.read()
         lost = self.find_rejected(tokens)
-        return StepResult(self.step, tokens, logprobs, self.prompt_logprobs, lost, routed=routed)
+        return StepResult(self.step, tokens, logprobs, self.prompt_logprobs, lost, routed=routed, vectors=vectors)
 
 
 class ModelRunner:
@@ -79,6 +82,7 @@ class ModelRunner:
         self.routed = routed
         self._inputs = Inputs(rows, max_tokens=max_tokens)
         self._sampler = Sampler(rows, draw, grammars)
+        self._pooler = Pooler()
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
@@ -92,20 +96,22 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         if self._grammars is not None:
             self._grammars.apply(plan)
+        self._pooler.join(plan.joins)
         if self._graphs is not None and self._graphs.decode.takes(plan):
             return self._replayed(plan, self._graphs.decode.replay(plan))
         self.rows.apply(plan)
         if not plan.rows:
             return Launched(plan.step, torch.empty(0, dtype=torch.int64))
         mixed = None if self._graphs is None else self._graphs.mixed
-        if mixed is not None and mixed.takes(plan) and not self._scores_prompts(plan):
+        if mixed is not None and mixed.takes(plan) and not self._reads_prompts(plan):
             return self._replayed(plan, mixed.replay(plan))
         layout = self._inputs.lay_out(plan)
         hidden = self.model(self._inputs.gather(layout), self.kv)
         prompt_logprobs = self._score_prompts(layout, hidden)
+        vectors = self._pooler.pool(layout, hidden) if self._pooler.needs(plan) else None
         tokens, scored = self._sample(layout, hidden)
         sampled = layout.rows[layout.sampling]
-        return self._launched(plan, sampled, tokens, scored, prompt_logprobs)
+        return self._launched(plan, sampled, tokens, scored, prompt_logprobs, vectors)
 
     def _replayed(self, plan: StepPlan, done: Captured) -> Launched:
         """Complete a replayed step with the changes to logits that a graph does not support."""
@@ -127,6 +133,7 @@ class ModelRunner:
         tokens: torch.Tensor,
         scored: list[Scored],
         prompt_logprobs: dict[int, tuple[Logprobs, ...]],
+        vectors: StepVectors | None = None,
     ) -> Launched:
         find_rejected = accept_all if self._grammars is None else partial(self._grammars.advance, rows)
         routed = None if self.routed is None else self.routed.report(plan)
@@ -137,8 +144,9 @@ class ModelRunner:
             tokens = tokens.to("cpu", non_blocking=True)
             scored = [each.to_host() for each in scored]
             routed = None if routed is None else routed.to_host()
+            vectors = None if vectors is None else vectors.to_host()
             landed.record()
-        return Launched(plan.step, tokens, scored, prompt_logprobs, find_rejected, routed, landed)
+        return Launched(plan.step, tokens, scored, prompt_logprobs, find_rejected, routed, vectors, landed)
 
     def _sample(self, layout: Layout, hidden: torch.Tensor) -> tuple[torch.Tensor, list[Scored]]:
         """Sample a token for each slice that samples. Returns the tokens and the requested log-probabilities."""
@@ -161,7 +169,10 @@ class ModelRunner:
             hidden = hidden.index_select(0, to_device(last, hidden.device))
         return self.model.logits(hidden)
 
-    def _scores_prompts(self, plan: StepPlan) -> bool:
+    def _reads_prompts(self, plan: StepPlan) -> bool:
+        """Whether the hidden states of prompts are read, which a graph does not return."""
+        if self._pooler.needs(plan):
+            return True
         starts, counts = np.array(plan.starts, dtype=np.int64), np.array(plan.counts, dtype=np.int64)
         first, stop = scored_ranges(self.rows.sampling[list(plan.rows)], starts, starts + counts)
         return bool(np.any(first < stop))

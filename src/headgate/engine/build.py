@@ -108,6 +108,7 @@ def _engine_info(config: EngineConfig, device: Device, scheduler: Scheduler) -> 
         ranks=config.tensor_parallel,
         transfers_kv=scheduler.limits.exports,
         routed=device.routed,
+        hidden=device.spec.hidden,
     )
 
 

@@ -61,6 +61,7 @@ class Chunk:
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     ticket: Ticket | None = None  # names the KV of the prompt, if it is exported
     routed: list[RoutedExperts] = field(default_factory=list)  # if requested; positions may repeat
+    vector: bytes | None = None  # of the prompt, with `ended`: float32, little-endian
     ended: Ended | None = None
 
 
@@ -115,6 +116,9 @@ class TokenStream:
 
     def add_routed(self, experts: tuple[RoutedExperts, ...]) -> None:
         self._chunk.routed += experts  # no reason to wake the reader, who needs them at the end
+
+    def add_vector(self, vector: bytes) -> None:
+        self._chunk.vector = vector  # its terminal output follows
 
     def add_ticket(self, ticket: Ticket) -> None:
         self._chunk.ticket = ticket
@@ -380,6 +384,9 @@ class EngineClient:
         for id, experts in outputs.routed.items():
             if stream := streams.get(id):
                 stream.add_routed(experts)
+        for id, vector in outputs.vectors.items():
+            if stream := streams.get(id):
+                stream.add_vector(vector)
         for id, ticket in outputs.tickets.items():
             if stream := streams.get(id):
                 stream.add_ticket(ticket)

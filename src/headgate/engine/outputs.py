@@ -39,4 +39,5 @@ def _share(outputs: Outputs, client: int) -> Outputs:
         refused=[refused for refused in outputs.refused if client_of(refused.id) == client],
         tickets={id: ticket for id, ticket in outputs.tickets.items() if client_of(id) == client},
         routed={id: experts for id, experts in outputs.routed.items() if client_of(id) == client},
+        vectors={id: vector for id, vector in outputs.vectors.items() if client_of(id) == client},
     )

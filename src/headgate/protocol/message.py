@@ -79,6 +79,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
     transfers_kv: bool = True  # it can fetch KV from other engines, and they from it
     routed: RoutedShape | None = None  # how it reports the experts of tokens; None: it does not keep them
     groups: int = 1  # of layers: each takes a block for `block_size` tokens; see `protocol.groups`
+    hidden: int = 0  # numbers in the vector of a prompt
 
     @property
     def kv_tokens(self) -> int:

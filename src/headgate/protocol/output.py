@@ -75,6 +75,7 @@ class Outputs(msgspec.Struct, array_like=True):
     refused: list[Refused] = []
     tickets: dict[int, Ticket] = {}  # by request id, as soon as other engines may fetch the KV
     routed: dict[int, tuple[RoutedExperts, ...]] = {}  # by request id; positions may repeat, and none is left out
+    vectors: dict[int, bytes] = {}  # by request id, with its terminal output; as in `StepResult`
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.tokens):

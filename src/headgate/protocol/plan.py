@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from headgate.contract.sampling import SamplingParams
-from headgate.protocol.request import Ticket
+from headgate.protocol.request import Pooling, Ticket
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
@@ -25,6 +25,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     blocks: tuple[int, ...]
     adapter: str = ""  # empty: the base model
+    pooling: Pooling | None = None  # the slice that computes the last token returns the vector of the prompt
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
@@ -97,3 +98,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     lengths: list[int] = []  # number of tokens per slice that samples; empty: one each
     # By slice, if the sequence requested them: of tokens up to the slice's last.
     routed: dict[int, RoutedExperts] = {}
+    vectors: dict[int, bytes] = {}  # by slice, if it completes a prompt with pooling: float32, little-endian

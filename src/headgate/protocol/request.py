@@ -6,11 +6,16 @@ scheduler decides whether the request fits (context length, blocks).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from headgate.contract.parameter import are_token_ids, require
 from headgate.contract.sampling import SamplingParams
 from headgate.protocol.keys import Key
+
+# How the hidden states of a prompt become its vector: that of the last token, or the mean over all tokens.
+Pooling = Literal["last", "mean"]
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +47,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
     accepted: bool = False  # the API accepted it before the current pause, which therefore does not refuse it
     tenant: str = ""  # the tenant whose share of the engine it uses; empty if there is only one
     recompute: bool = False  # recompute after a preemption, even in an engine that returns preempted sequences
+    pooling: Pooling | None = None  # answer with the vector of the prompt, and sample nothing
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -53,3 +59,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError("timeout_s must be above 0")
         if self.export_kv and self.ticket is not None:
             raise ValueError("export_kv and a ticket exclude each other: fetch KV or compute it for others")
+        if self.pooling is not None:
+            alone = not (self.generated or self.export_kv or self.ticket) and self.sampling.max_tokens == 0
+            require("a request with pooling", alone, "one with max_tokens 0 that neither resumes nor transfers KV")

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 
 from headgate.protocol.groups import LayerGroups
-from headgate.protocol.plan import Logprobs, RoutedExperts, StepPlan, StepResult
+from headgate.protocol.plan import Join, Logprobs, RoutedExperts, StepPlan, StepResult
+from headgate.protocol.request import Pooling
 
 Entry = int
 
@@ -47,6 +48,18 @@ def expected_entries(tokens: Sequence[int], version: int, group: int = 0, window
     for token in tokens:
         entries.append(next_entry(entries, token, version, group, window))
     return entries
+
+
+def vector_of(entries: Sequence[Entry]) -> bytes:
+    return array("f", [float(sum(entries) % 2**20)]).tobytes()
+
+
+def expected_vector(
+    tokens: Sequence[int], version: int, pooling: Pooling, windows: Sequence[int | None] = (None,)
+) -> bytes:
+    """Return the vector that a correct engine with weights `version` computes of `tokens`."""
+    kv = [expected_entries(tokens, version, *group) for group in enumerate(windows)]
+    return vector_of(kv[0] if pooling == "mean" else visible(kv, windows))
 
 
 def expected_token(
@@ -82,6 +95,7 @@ class FakeDevice:
         self._tables: list[list[int]] = [[] for _ in range(max_rows)]
         self._scored: list[range] = [range(0)] * max_rows  # by row: prompt positions to be scored
         self._routed: dict[int, int] = {}  # by row: the first position whose experts are to be reported
+        self._pooled: dict[int, tuple[Join, list[Entry]]] = {}  # by row, with the entries so far
         self._queue: deque[StepPlan] = deque()
 
     def __len__(self) -> int:
@@ -102,13 +116,19 @@ class FakeDevice:
             self._routed.pop(join.row, None)
             if join.sampling.return_routed_experts:
                 self._routed[join.row] = join.sampling.routed_experts_prompt_start
+            self._pooled.pop(join.row, None)
+            if join.pooling is not None:
+                self._pooled[join.row] = join, []
         for row, blocks in plan.grown:
             self._tables[row] += blocks
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             self._write(row, start, count)
         tokens = self._sample(plan, iter(lengths or repeat(1)))
         routed = self._report_routed(plan) if self._routed else {}
-        return StepResult(plan.step, tokens, {}, self._score(plan), lengths=list(lengths), routed=routed)
+        vectors = self._pool(plan) if self._pooled else {}
+        return StepResult(
+            plan.step, tokens, {}, self._score(plan), lengths=list(lengths), routed=routed, vectors=vectors
+        )
 
     def forget(self) -> None:
         """Lose all KV."""
@@ -180,3 +200,20 @@ class FakeDevice:
                 routed[i] = RoutedExperts(first, array("q", self.read(row, 0, first, end)).tobytes())
                 self._routed[row] = end
         return routed
+
+    def _pool(self, plan: StepPlan) -> dict[int, bytes]:
+        """As a real device does: a mean is a sum over the slices of a prompt, which must not leave any token out."""
+        vectors = {}
+        for i, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
+            if row not in self._pooled:
+                continue
+            (join, entries), end = self._pooled[row], start + count
+            if join.pooling == "mean":
+                assert start == len(entries), "the sum of a prompt lacks the tokens before this slice"
+                entries += self.read(row, 0, start, end)
+            if end == join.prompt_len:
+                groups = range(len(self.groups))
+                shown = [entry for group in groups for entry in self.read_visible(row, group, end)]
+                vectors[i] = vector_of(entries if join.pooling == "mean" else shown)
+                del self._pooled[row]
+        return vectors
