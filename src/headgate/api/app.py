@@ -19,6 +19,7 @@ from headgate.api.control.health import health, live, ready
 from headgate.api.control.lifecycle import Controls
 from headgate.api.control.metrics import metrics
 from headgate.api.control.models import list_models, show_model
+from headgate.api.generate import embeddings
 from headgate.api.generate.chat import chat_completions
 from headgate.api.generate.completions import completions
 from headgate.api.generate.idempotency import Replays
@@ -49,6 +50,10 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     generation_ops.CHAT_COMPLETIONS: chat_completions,
     generation_ops.COMPLETIONS: completions,
     generation_ops.RESPONSES: responses,
+    generation_ops.EMBEDDINGS: embeddings.embeddings,
+    generation_ops.SCORE: embeddings.score,
+    generation_ops.RERANK: embeddings.rerank,
+    generation_ops.RERANK_V1: embeddings.rerank,
     generation_ops.TOKENIZE: tokenize,
     generation_ops.DETOKENIZE: detokenize,
     status_ops.MODELS: list_models,

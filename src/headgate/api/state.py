@@ -23,6 +23,7 @@ from headgate.contract.sampling import LogprobsMode
 from headgate.edge.admission import Admission
 from headgate.edge.departures import Departures
 from headgate.errors import RequestError
+from headgate.protocol.request import Pooling
 from headgate.text.parsers.reader import AnswerParsers
 from headgate.text.template import ChatTemplate
 from headgate.text.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class ApiSettings:
     max_choices: int = MOST_CHOICES  # per request
     logprobs_mode: LogprobsMode = "raw"  # unless the request, or the API that it uses, has another one
     keep_alive_s: float = 15.0  # the longest silence of a stream
+    pooling: Pooling = "last"  # of embeddings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from headgate.config import (
     TOOL_PARSERS,
     EngineConfig,
     LogprobsMode,
+    Pooling,
     Registration,
     ServerConfig,
 )
@@ -96,6 +97,7 @@ def add_serve(command: CommandParser) -> None:
         metavar="MODE",
         help="default of requests: raw, scaled or processed (raw)",
     )
+    add("--pooling", choices=get_args(Pooling), metavar="HOW", help="vectors: last token or mean (the checkpoint's)")
     for flag, parsers in (("--reasoning-parser", REASONING_PARSERS), ("--tool-parser", TOOL_PARSERS)):
         add(flag, choices=parsers, default="auto", metavar="NAME", help=f"{', '.join(parsers)} (auto)")
     add("--routed-experts", action="store_true", help="keep the experts of tokens, for return_routed_experts")
@@ -153,6 +155,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             replicas=options.replicas,
             host=options.host,
             logprobs_mode=options.logprobs_mode,
+            pooling=options.pooling,
             reasoning_parser=options.reasoning_parser,
             tool_parser=options.tool_parser,
             max_queue=options.max_queue,

@@ -174,15 +174,15 @@ class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
     suffix: Any = None  # refused by name
 
 
-def prompts_of(prompt: str | list[Any]) -> list[str | list[int]]:
+def prompts_of(prompt: str | list[Any], param: str = "prompt") -> list[str | list[int]]:
     """One entry per prompt, for each of the four accepted shapes."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt is empty; give text or token ids", param="prompt")
+        raise RequestError(f"{param} is empty; give text or token ids", param=param)
     if isinstance(prompt[0], int):
-        return [convert(prompt, TokenIds, "prompt")]
-    prompts: list[str | list[int]] = convert(prompt, list[str | TokenIds], "prompt")
+        return [convert(prompt, TokenIds, param)]
+    prompts: list[str | list[int]] = convert(prompt, list[str | TokenIds], param)
     return prompts
 
 

@@ -72,7 +72,7 @@ class _Prompt:
         if not self._averages:
             self._state = states[-1].float()
             return
-        for run in states.split(RUN):
+        for run in torch.split(states, RUN):
             terms = run.double() if self._state is None else torch.cat((self._state[None], run.double()))
             self._state = terms.cumsum(0)[-1]  # unlike `sum`, adds one token after another on a CPU
 

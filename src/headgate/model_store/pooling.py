@@ -40,4 +40,5 @@ def _modes(config: Any) -> list[str]:
         return []
     if isinstance(named := config.get("pooling_mode"), str):
         return [named]
-    return [FLAGS.get(name, name) for name, value in config.items() if name.startswith(PREFIX) and value is True]
+    flags: list[str] = [name for name, value in config.items() if name.startswith(PREFIX) and value is True]
+    return [FLAGS.get(name, name) for name in flags]

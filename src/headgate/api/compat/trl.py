@@ -20,21 +20,19 @@ from starlette.responses import Response
 
 from headgate.api.compat.vllm import completion_of
 from headgate.api.control.lifecycle import controls_of, followed
-from headgate.api.generate.answer_format import AnswerFormat
+from headgate.api.generate.answer_format import AnswerFormat, WholeFormat
 from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.api.generate.jobs import Prompt, check_choices, make_jobs, sampling_params
 from headgate.api.generate.prompts import chat_prompt, text_prompts
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
-from headgate.api.generate.wire import error_event
 from headgate.api.state import LONG_TEXT, Api, api_of
 from headgate.contract.event_json import encode
 from headgate.contract.sampling import TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest, Message
 from headgate.contract.trl import TrlConversations, TrlPrompts, TrlSampled, TrlSequences
 from headgate.edge.responses import json_response
-from headgate.errors import HeadgateError
 from headgate.protocol.plan import Logprobs
 from headgate.text.constraints import regex
 
@@ -101,7 +99,7 @@ async def _prepare(
         grammar = await api.off_loop(context.share, LONG_TEXT, compile_pattern)  # even a short pattern may take long
     sampling = sampling_params(sampling_given(body, "completions"), grammar=grammar)
     jobs = make_jobs(body, await read(api, context.share), sampling, text)
-    return jobs, TrlFormat(partial(_generated, n=text.n))
+    return jobs, WholeFormat(lambda jobs, answers: encode(_generated(jobs, answers, n=text.n)))
 
 
 def _generated(jobs: Sequence[ChoiceJob], answers: Sequence[Piece], *, n: int) -> TrlAnswers:
@@ -123,25 +121,6 @@ def _ranked(token: int, score: Logprobs) -> tuple[list[int], list[float | None]]
         ids.append(token)
         values.append(score.token)
     return ids, [None if isinf(value) else value for value in values]
-
-
-class TrlFormat:
-    """Answers of this API are never streamed."""
-
-    def __init__(self, compose: Callable[[Sequence[ChoiceJob], Sequence[Piece]], Any]) -> None:
-        self._compose = compose
-
-    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
-        raise NotImplementedError
-
-    def closing(self) -> bytes:
-        raise NotImplementedError
-
-    def failure(self, error: HeadgateError) -> bytes:
-        return error_event(error)
-
-    def whole(self, jobs: Sequence[ChoiceJob], answers: Sequence[Piece]) -> bytes:
-        return encode(self._compose(jobs, answers))
 
 
 # -------------------------------------------------------------------------------------------- /get_sequence_logprobs/
@@ -177,7 +156,9 @@ async def _prepare_scores(
     prompts = await text_prompts(api, asked.sequences, context.share)
     sampling = sampling_params({"max_tokens": 1, "temperature": 0.0}, prompt_logprobs=asked.top_logprobs)
     compose = _in_arrays if asked.response_format == "binary" else _in_lists
-    return make_jobs(body, prompts, sampling, TextParams()), TrlFormat(partial(compose, asked))
+    return make_jobs(body, prompts, sampling, TextParams()), WholeFormat(
+        lambda jobs, answers: encode(compose(asked, jobs, answers))
+    )
 
 
 def _scores_after(length: int, answer: Piece) -> list[Logprobs | None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from headgate.api.generate.generation import ChoiceJob, Piece
+from headgate.api.generate.wire import error_event
 from headgate.errors import HeadgateError
 
 
@@ -28,3 +29,19 @@ class ResumableFormat(Protocol):
 
     def prime(self, job: ChoiceJob, piece: Piece) -> None:
         """Set the state that the format would have after writing `piece`."""
+
+
+class WholeFormat:
+    """The format of answers that are never streamed; `compose` writes one."""
+
+    def __init__(self, compose: Callable[[Sequence[ChoiceJob], Sequence[Piece]], bytes]) -> None:
+        self.whole = compose
+
+    def event(self, job: ChoiceJob, piece: Piece) -> bytes:
+        raise NotImplementedError
+
+    def closing(self) -> bytes:
+        raise NotImplementedError
+
+    def failure(self, error: HeadgateError) -> bytes:
+        return error_event(error)

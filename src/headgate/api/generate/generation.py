@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 
@@ -52,6 +53,7 @@ class ChoiceJob:
     prompt_text: str | None = None  # set if the answer begins with the prompt (echo)
     resumed: Resumed | None = None
     encode_experts: Callable[[AnswerExperts], str] = AnswerExperts.npy  # how its API writes the experts of tokens
+    write_vector: Callable[[bytes], Any] = bytes  # how its API writes the vector of the prompt
 
     @property
     def rest(self) -> GenerateRequest:
@@ -97,6 +99,7 @@ class Piece:
     ticket: Ticket | None = None  # for exported KV
     routed: AnswerExperts | None = None  # of all tokens of the choice, with its end, if requested and complete
     experts: str | None = None  # `routed` as the API writes it
+    vector: Any = None  # of the prompt, as the API writes it; with the end
     generated_ids: list[int] | None = None  # all tokens of a choice that another server must continue
 
     def add(self, piece: Piece) -> None:
@@ -109,6 +112,7 @@ class Piece:
         self.finish = piece.finish or self.finish
         self.ticket = piece.ticket or self.ticket
         self.experts = self.experts if piece.experts is None else piece.experts
+        self.vector = self.vector if piece.vector is None else piece.vector
         if piece.generated_ids is not None:
             # The server that continues sends the complete text, so none of it is sent here.
             self.text, self.generated_ids = "", piece.generated_ids
@@ -162,6 +166,8 @@ class ChoiceText:
                 piece.text += self.rest()
             piece.finish = self.finish(ended)
             piece.routed = self._experts(piece.finish)
+        if chunk.vector is not None:
+            piece.vector = self._job.write_vector(chunk.vector)
         return piece
 
     def cut_off(self, cause: Cause) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from headgate.contract.answers import ChatCompletion, Detokenized, TextCompletion, Tokenized
@@ -14,9 +15,17 @@ from headgate.contract.schema import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from headgate.contract.vectors import (
+    EmbeddingList,
+    EmbeddingRequest,
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 
 
-def _generation(path: str, summary: str, body: Any, answer: Any) -> Operation:
+def _generation(path: str, summary: str, body: Any, answer: Any, *, restarts: bool = False) -> Operation:
     return Operation(
         method="POST",
         path=path,
@@ -27,8 +36,11 @@ def _generation(path: str, summary: str, body: Any, answer: Any) -> Operation:
         access=Access.TENANT,
         fan_out=Relay(),
         generates=True,
+        restarts=restarts,
     )
 
+
+_pooled = partial(_generation, restarts=True)
 
 CHAT_COMPLETIONS: Final = _generation(
     "/v1/chat/completions", "Generate the next message of a conversation", ChatRequest, ChatCompletion
@@ -40,18 +52,11 @@ RESPONSES: Final = _generation(
     ResponsesRequest,
     ResponseObject,
 )
-EMBEDDINGS: Final = Operation(
-    method="POST",
-    path="/v1/embeddings",
-    summary="Compute embeddings of texts, on workers that run other systems",
-    body=Any,
-    answer=Any,
-    errors=GENERATED,
-    access=Access.TENANT,
-    fan_out=Relay(),
-    on_server=False,
-    in_api=False,
-)
+EMBEDDINGS: Final = _pooled("/v1/embeddings", "Compute the vectors of texts", EmbeddingRequest, EmbeddingList)
+SCORE: Final = _pooled("/v1/score", "Compute the similarity of pairs of texts", ScoreRequest, ScoreList)
+_RERANK: Final = ("Sort documents by their similarity to a query", RerankRequest, RerankAnswer)
+RERANK: Final = _pooled("/rerank", *_RERANK)
+RERANK_V1: Final = _pooled("/v1/rerank", *_RERANK)
 TOKENIZE: Final = Operation(
     method="POST",
     path="/tokenize",
