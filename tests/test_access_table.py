@@ -91,6 +91,7 @@ TENANTS_TOO = {
     "/is_paused",
     "/is_sleeping",
     "/model_info",
+    "/rerank",
     "/server_info",
     "/tokenize",
     "/v1/abort_requests",
@@ -103,7 +104,9 @@ TENANTS_TOO = {
     "/v1/models/{model}",
     "/v1/requests",
     "/v1/requests/{id}",
+    "/v1/rerank",
     "/v1/responses",
+    "/v1/score",
     "/weight_info",
     "/weight_version",
 }

@@ -141,7 +141,7 @@ class ServerConfig:
     replicas: int = 1  # engine processes
     host: str = "127.0.0.1"  # address to bind
     logprobs_mode: LogprobsMode = "raw"  # for requests that do not set it
-    pooling: Pooling | None = None  # of embeddings; None: the checkpoint's, else that of the last token
+    pooling: Pooling = "last"  # of embeddings
     reasoning_parser: str = "auto"  # auto (by the chat template), none, or a family in docs/models.md
     tool_parser: str = "auto"  # likewise
     max_queue: int = 1024  # choices accepted beyond those that run

@@ -46,7 +46,7 @@ def test_every_route_of_a_router_is_described_and_nothing_else():
         assert router.router.bridge is not None
         app: Any = router.router.bridge._app
         routes = calls_of(app.routes)
-    relayed = {(path, "post") for path in RELAYED - {"/v1/embeddings"}}  # only workers of other systems have it
+    relayed = {(path, "post") for path in RELAYED}
     assert described_by(router_description("0")) == routes | relayed
 
 

@@ -41,7 +41,6 @@ from headgate.edge.sse import STALLED, TRANSPORT
 from headgate.engine.replicas import Replicas, started
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, cannot_listen, url_of
-from headgate.model_store.pooling import read_pooling
 from headgate.protocol.message import EngineInfo
 from headgate.text.parsers.reader import AnswerParsers
 from headgate.text.template import ChatTemplate, load_template
@@ -123,7 +122,7 @@ async def _serve(
                 parsers=_parsers(config, template),
                 settings=ApiSettings(
                     logprobs_mode=config.logprobs_mode,
-                    pooling=config.pooling or read_pooling(config.model) or "last",
+                    pooling=config.pooling,
                 ),
             )
             host = ServerContext(version, config.model_name, engines.replicas, ledger)

@@ -140,6 +140,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.listening import take_port
     from headgate.logs import set_up
     from headgate.model_store.find import Places, find_model
+    from headgate.model_store.pooling import read_pooling
 
     set_up(options.log_format, options.log_level, "api")
     if options.with_parent:
@@ -155,7 +156,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             replicas=options.replicas,
             host=options.host,
             logprobs_mode=options.logprobs_mode,
-            pooling=options.pooling,
+            pooling=options.pooling or read_pooling(model.path) or "last",
             reasoning_parser=options.reasoning_parser,
             tool_parser=options.tool_parser,
             max_queue=options.max_queue,

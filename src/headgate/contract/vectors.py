@@ -52,7 +52,7 @@ class EmbeddingRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     normalize: bool | None = None  # as in vLLM; true unless given
 
 
-class Embedding(msgspec.Struct, kw_only=True):
+class EmbeddingItem(msgspec.Struct, kw_only=True):
     object: str = "embedding"
     index: int
     embedding: list[float] | str  # a text is base64 of little-endian float32
@@ -63,7 +63,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     object: str = "list"
     created: int
     model: str
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     usage: Usage
 
 

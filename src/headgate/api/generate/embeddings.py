@@ -19,7 +19,7 @@ from headgate.contract.answers import Usage
 from headgate.contract.event_json import encode
 from headgate.contract.schema import prompts_of
 from headgate.contract.vectors import (
-    Embedding,
+    EmbeddingItem,
     EmbeddingList,
     EmbeddingRequest,
     RerankAnswer,
@@ -48,7 +48,7 @@ async def embeddings(request: Request) -> Response:
         return b64encode(vector.tobytes()).decode() if in_base64 else msgspec.Raw(encode(vector.tolist()))
 
     def compose(context: RequestContext, vectors: list[Any], usage: Usage) -> EmbeddingList:
-        data = [Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]
+        data = [EmbeddingItem(index=i, embedding=vector) for i, vector in enumerate(vectors)]
         id = context.id("embd-")
         return EmbeddingList(id=id, created=context.created, model=api.model_name, data=data, usage=usage)
 

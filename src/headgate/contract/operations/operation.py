@@ -83,7 +83,7 @@ class Operation:
     restarts: bool = False  # an answer that moves to another worker starts anew, instead of being resumed
     answers_503: bool = False  # may answer 503, with the same body as 200
     answers_202: bool = False  # may answer 202, with the same body, before the operation is complete
-    in_api: bool = True  # False: for browsers or for workers of other systems; left out of the API description
+    in_api: bool = True  # False: for browsers; left out of the API description
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
