@@ -94,6 +94,6 @@ def _content(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
         content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     else:
         content = {"application/json": {"schema": named.get(repr(operation.answer))}}
-    if operation.generates:
+    if operation.generates and not operation.restarts:  # answers that start anew are never streamed
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return content

@@ -33,6 +33,8 @@ from headgate.contract.vectors import (
 from headgate.engine.vectors import Vector, read_vector
 from headgate.errors import RequestError
 
+as_computed = partial(read_vector, normalised=False)
+
 
 async def embeddings(request: Request) -> Response:
     body, api = await read_body(request, EmbeddingRequest), api_of(request)
@@ -66,7 +68,7 @@ async def score(request: Request) -> Response:
         return ScoreList(id=id, created=context.created, model=api.model_name, data=data, usage=usage)
 
     param = "documents" if body.text_2 is None else "text_2"
-    return pooled(request, body, "score", [*first, *second], param, read_vector, compose)
+    return pooled(request, body, "score", [*first, *second], param, as_computed, compose)
 
 
 async def rerank(request: Request) -> Response:
@@ -83,11 +85,12 @@ async def rerank(request: Request) -> Response:
                 result.document = RerankDocument(text=texts[result.index])
         return RerankAnswer(id=context.id("rerank-"), model=api.model_name, results=results, usage=usage)
 
-    return pooled(request, body, "rerank", [body.query, *texts], "documents", read_vector, compose)
+    return pooled(request, body, "rerank", [body.query, *texts], "documents", as_computed, compose)
 
 
 def similarities(first: list[Vector], second: list[Vector]) -> list[float]:
-    """The cosine similarity of each pair of normalised vectors; a single first vector is part of every pair."""
-    products = np.stack(first).astype(np.float64) * np.stack(second)
-    scores: list[float] = products.sum(1).tolist()
+    """The cosine similarity of each pair of vectors; a single first vector is part of every pair."""
+    a, b = (np.stack(vectors).astype(np.float64) for vectors in (first, second))
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    scores: list[float] = ((a * b).sum(1) / np.where(lengths, lengths, 1)).tolist()
     return scores

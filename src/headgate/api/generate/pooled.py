@@ -28,7 +28,7 @@ from headgate.contract.journal import is_movable
 from headgate.contract.sampling import TextParams
 from headgate.contract.schema import CompletionRequest
 from headgate.contract.vectors import VectorRequest
-from headgate.errors import HeadgateError, RequestError, Unavailable
+from headgate.errors import ContextTooLong, HeadgateError, RequestError, Unavailable
 
 Texts = Sequence[str | list[int]]
 # Takes the context, the vectors as `write` has made them, and the usage of all texts; returns the answer.
@@ -75,7 +75,7 @@ async def _prepare(
     add_special: bool,
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
     prompts = await text_prompts(api, texts, context.share, add_special=add_special)
-    _refuse_empty(prompts, param)
+    _check_lengths(prompts, param, api.engines.info.max_context)
     jobs = make_jobs(generation, prompts, sampling_params({"max_tokens": 0}), TextParams())
     pooling = api.settings.pooling
     requests = [structs.replace(job.request, pooling=pooling) for job in jobs]
@@ -83,10 +83,12 @@ async def _prepare(
     return jobs, WholeFormat(partial(_composed, context, compose))
 
 
-def _refuse_empty(prompts: Sequence[Prompt], param: str) -> None:
+def _check_lengths(prompts: Sequence[Prompt], param: str, most: int) -> None:
     for i, prompt in enumerate(prompts):
         if not prompt.token_ids:
             raise RequestError(f"text {i} of {param} is empty", param=param, code="invalid_value")
+        if (length := len(prompt.token_ids)) > most:
+            raise ContextTooLong(f"text {i} of {param} has {length} tokens; this model takes {most}", param=param)
 
 
 def _composed(
