@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from headgate import LLM, SamplingParams
 from headgate.errors import RequestError
@@ -100,6 +102,16 @@ def test_vectors_are_normalised_after_they_are_cut(folder: Path):
         assert llm.embed([]).shape == (0, 64)
         with pytest.raises(RequestError, match="dimensions must be between 1 and 64"):
             llm.embed("Some text", dimensions=65)
+
+
+def test_a_checkpoint_whose_names_lack_the_prefix_of_a_generating_model_is_read(folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    with open_llm(folder) as llm, open_llm(tmp_path) as bare:
+        np.testing.assert_array_equal(bare.embed("text", progress=False), llm.embed("text", progress=False))
 
 
 def test_answers_are_generated_beside_vectors(folder: Path):

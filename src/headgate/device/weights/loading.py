@@ -271,8 +271,16 @@ class SafetensorsFiles:
             self._opened += map(OpenFile, self.files)
             stored = {name: stored for file in self._opened for name, stored in read_header(file).items()}
             refuse_checksums(self._opened, self.checksum)
-            self._stored = stored
+            # A file that has a tensor under both names is refused: the model has no place for one of them.
+            self._stored = {
+                name if (full := prefixed(name)) in stored else full: each for name, each in stored.items()
+            }
         return self._stored
+
+
+def prefixed(name: str) -> str:
+    """Embedding models are often stored without the output layer, and therefore without the prefix of all others."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def together(names: Collection[str]) -> list[str]:
