@@ -44,7 +44,7 @@ class ScriptedStream:
 
 
 class ScriptedEngines:
-    info = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "scripted", "none")
+    info = EngineInfo(512, 260, (256,), 64, 16, 8, "none", "scripted", "none", hidden=64)
     version = 3  # version of the engine's weights
 
     def __init__(self, script: Script) -> None:

@@ -155,6 +155,24 @@ def test_a_mixed_step_that_scores_a_prompt_does_not_run_as_a_graph(folder):
     assert not runner._graphs.mixed._captured
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_a_step_that_pools_a_prompt_does_not_run_as_a_graph_and_its_row_is_forgotten(folder):
+    found = []
+    for graphed in (True, False):
+        runner = open_runner(folder, graphed)
+        text = Text(0, list(range(9)), SamplingParams(max_tokens=0, temperature=0), blocks=[0, 1], block_size=16)
+        join = structs.replace(text.join(), pooling="mean")
+        runner.run(step_plan(0, [text.advance(4, False)], joins=(join,)))  # and its sequence is aborted
+        other = Text(0, [7], SamplingParams(temperature=0), blocks=[2])
+        runner.run(step_plan(1, [other.advance(1, True)], joins=(other.join(),)))
+        assert not runner._pooler.needs(step_plan(2, [other.advance(1, True)]))
+        text.computed = 0
+        runner.run(step_plan(3, [text.advance(4, False)], joins=(join,)))
+        found.append(runner.run(step_plan(4, [text.advance(5, False)])).vectors[0])
+        assert runner._graphs is None or not runner._graphs.mixed._captured
+    assert found[0] == found[1] and len(found[0]) == 4 * 32
+
+
 def test_only_steps_whose_slices_all_compute_and_sample_one_token_are_decode_graphs(folder):
     graphs = open_runner(folder, graphed=True)._graphs.decode
     assert graphs.takes(step_plan(0, [(0, 5, 1, True), (1, 9, 1, True)]))

@@ -21,6 +21,7 @@ from headgate.engine.client import MOST_IDS, UNREAD_TOKENS, WOKEN_AT_ONCE, Engin
 from headgate.errors import EngineDead, RequestError
 from headgate.protocol.message import Abort, EngineInfo, Submit, Suspend
 from headgate.protocol.request import GenerateRequest
+from headgate.testing.device import expected_vector
 from tests.engine.test_loop import Harness, answer, prompt_of
 
 INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
@@ -75,6 +76,18 @@ def test_many_streams_each_get_their_own_answer(tmp_path):
             answers = await asyncio.gather(*(collect(client, make_request(id)) for id in range(40)))
             assert answers == [answer(id, 4) for id in range(40)]
             assert client.open_streams == 0
+
+    asyncio.run(main())
+
+
+def test_a_vector_arrives_with_the_end(tmp_path):
+    async def main() -> None:
+        stage = Stage(tmp_path)
+        request = msgspec.structs.replace(make_request(1, max_tokens=0), pooling="last")
+        async with stage.client() as client, client.generate(request) as stream:
+            (chunk,) = [chunk async for chunk in stream]
+            assert chunk.vector == expected_vector(prompt_of(1), 0, "last")
+            assert chunk.ended is not None and chunk.ended.cause == "max_tokens" and not chunk.tokens
 
     asyncio.run(main())
 

@@ -20,7 +20,7 @@ from headgate.protocol.message import CLIENT_SHIFT, Abort, CommandAnswer, Comman
 from headgate.protocol.output import Ended, Outputs, Refused
 from headgate.protocol.plan import Fetch, StepPlan, StepResult
 from headgate.protocol.request import GenerateRequest, Ticket
-from headgate.testing.device import FakeDevice, expected_token
+from headgate.testing.device import FakeDevice, expected_token, expected_vector
 from headgate.testing.executor import FakeExecutor, ManualClock
 from headgate.transfer.transport import Fetched, NoTransport, Released, Renewed, Transport
 
@@ -144,6 +144,17 @@ def test_each_client_receives_only_outputs_of_its_own_requests():
     assert {id for outputs in harness.received[0] for id in outputs.ids} == {1}
     assert {id for outputs in harness.received[7] for id in outputs.ids} == {theirs}
     assert [refused.id for refused in harness.refusals()] == [999, prompt_too_long]
+
+
+def test_each_client_receives_the_vectors_of_its_own_prompts():
+    harness = Harness()
+    theirs = 7 << CLIENT_SHIFT | 1
+    harness.submit(1, theirs, max_tokens=0, pooling="mean")
+    harness.run()
+    for client, id in ((0, 1), (7, theirs)):
+        (outputs,) = harness.received[client]
+        assert outputs.vectors == {id: expected_vector(prompt_of(id), 0, "mean")}
+        assert [ended.id for ended in outputs.ended] == [id]
 
 
 def test_a_refusal_has_a_reason_and_does_not_affect_other_requests():

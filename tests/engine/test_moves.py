@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headgate.config import EngineConfig
+from headgate.contract.sampling import SamplingParams
 from headgate.engine.client import TokenStream
 from headgate.engine.moving_stream import MOST_MOVES, MovingStream
 from headgate.engine.replicas import Replicas
@@ -17,6 +18,7 @@ from headgate.engine.start import EngineStart
 from headgate.errors import EngineDead, HeadgateError
 from headgate.protocol.command import EngineState, FileSource, Result, Resume, UpdateWeights
 from headgate.protocol.message import EngineInfo
+from headgate.protocol.output import Ended, Timings
 from headgate.protocol.request import GenerateRequest
 
 INFO = EngineInfo(100, 1000, (), 32, 4, 4, "fake", "fake", "none")
@@ -77,6 +79,26 @@ def test_a_moved_stream_has_only_the_rest_of_its_timeout():
     asyncio.run(read(replicas_over(engine), GenerateRequest(0, (1,), timeout_s=600.0)))
     times = [request.timeout_s for request in engine.requests]
     assert times == sorted(times, reverse=True) and 0 < times[-1] < 600
+
+
+def test_a_prompt_whose_engine_is_lost_before_its_vector_is_repeated_on_another():
+    class Pooling(DyingEngine):
+        @asynccontextmanager
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenStream]:
+            async with super().generate(request) as stream:
+                if len(self.requests) == 2:
+                    stream = TokenStream(2)
+                    stream.add_vector(b"vector")
+                    stream.finish(Ended(2, "length", "max_tokens", 1, 0, 0, Timings(0, 0, None, 0)))
+                yield stream
+
+    async def main() -> list[bytes | None]:
+        async with replicas_over(engine).generate(asked) as chunks:
+            return [chunk.vector async for chunk in chunks]
+
+    engine, asked = Pooling([0, 0]), GenerateRequest(0, (1,), SamplingParams(max_tokens=0), pooling="mean")
+    assert asyncio.run(main()) == [b"vector"]
+    assert engine.requests == [asked, asked]
 
 
 def test_engine_info_is_known_while_no_engine_is_connected():

@@ -90,6 +90,9 @@ BODIES = {
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSES,
     "/generate": GENERATE,
+    "/v1/embeddings": {"input": ["hi", "ho"], "dimensions": 2, "encoding_format": "float", "normalize": True},
+    "/v1/score": {"text_1": "hi", "text_2": ["hi", "ho"], "priority": 1},
+    "/rerank": {"query": "hi", "documents": ["ho", {"text": "hi"}], "top_n": 1, "return_documents": True},
     "/tokenize": {"prompt": "hi", "add_special_tokens": True},
     "/detokenize": {"tokens": [1, 2]},
     "/v1/abort_requests": {"req_ids": ["a"], "abort_all": False, "wait": True, "timeout": 1.0, "tags": {"a": "b"}},
@@ -97,6 +100,11 @@ BODIES = {
 
 
 async def answered(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    if request.pooling is not None:
+        yield Chunk(
+            vector=bytes(16), ended=Ended(request.id, "length", "max_tokens", 1, 0, 0, Timings(0, 0, None, 0))
+        )
+        return
     scores = Logprobs(-1.0, (104,), (-1.0,))
     if request.sampling.prompt_logprobs is not None:
         yield Chunk(prompt_logprobs=[scores] * (len(request.prompt) - 1))

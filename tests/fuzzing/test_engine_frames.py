@@ -64,7 +64,7 @@ REQUEST = GenerateRequest(
 MESSAGES = (
     Hello(PROTOCOL, 0),
     Ping(3),
-    Submit([REQUEST, GenerateRequest(10, (1,))]),
+    Submit([REQUEST, GenerateRequest(10, (1,), SamplingParams(max_tokens=0), pooling="mean")]),
     Abort([9, 10], "api_abort"),
     *(
         CommandCall(0, 1, command)
@@ -91,6 +91,7 @@ FROM_ENGINE = (
             tokens=[3, 4],
             ended=[Ended(1, "stop", "eos", 1, 0, 1, Timings(0.0, None, None, 1.0))],
             refused=[Refused(5, 400, "x", "y")],
+            vectors={1: bytes(8)},
         )
     ),
 )
