@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from headgate.api.host import ServerContext
 from headgate.api.state import Api, ApiSettings
 from headgate.contract.keys import Keys
 from headgate.engine.client import Chunk
+from headgate.engine.moving_stream import Place
 from headgate.protocol.message import EngineInfo
 from headgate.protocol.output import Cause
 from headgate.protocol.request import GenerateRequest
@@ -61,6 +62,10 @@ class ScriptedEngines:
                 yield self.streams[-1]
             finally:
                 self.open -= 1
+
+    async def stop_at(self, places: Collection[Place], cause: Cause, timeout_s: float) -> set[Place]:
+        assert not places, "a script cannot be stopped"
+        return set()
 
 
 def scripted_app(
