@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,14 @@ SEND_BYTES = 16384  # send buffer of a server, too small for a whole answer
 class Mute:
     """A client that sends requests on one connection, and reads only when the test asks for it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
         address = urlsplit(url)
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
         self.socket.settimeout(60)
         self.socket.connect((address.hostname, address.port))
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_hostname=address.hostname)
 
     def post(self, path: str, body: Any, **headers: str) -> None:
         content = json.dumps(body).encode()

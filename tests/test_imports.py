@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "model_store": {"model_store", "errors"},
     "dashboard": {"dashboard", "errors"},
     "contract": {"contract", "dashboard", "protocol", "errors", "pickled"},
-    "edge": {"edge", "contract", "dashboard", "protocol", "errors", "shares"},
+    "edge": {"edge", "contract", "dashboard", "protocol", "errors", "shares", "config", "tls"},
     "api": {
         "api",
         "contract",
@@ -73,8 +73,9 @@ MAY_IMPORT = {
         "shares",
         "turns",
         "pickled",
+        "tls",
     },
-    "bench": {"bench", "errors", "httpclient"},
+    "bench": {"bench", "errors", "config", "httpclient", "tls"},
     "router": {
         "router",
         "contract",
@@ -88,6 +89,7 @@ MAY_IMPORT = {
         "allocator",
         "compiling",
         "reconcile",
+        "tls",
     },
     "cluster": {"cluster", "errors"},
     "integrations": {"integrations", "client", "cluster", "weights", "protocol", "errors"},

@@ -19,15 +19,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
 
 import msgspec
 
+from headgate.config import SYSTEM_CAS, TlsFiles
 from headgate.contract.operations import control, fleet, generation
 from headgate.contract.operations.operation import Operation
 from headgate.errors import HeadgateError, RequestError
-from headgate.httpclient import HttpAddress, HttpFailure, call
+from headgate.httpclient import HttpAddress, HttpFailure, blocking_connection, call
 from headgate.protocol.command import (
     DEFAULT_TIMEOUT_S,
     BroadcastSource,
@@ -36,6 +36,7 @@ from headgate.protocol.command import (
     SharedMemorySource,
     Source,
 )
+from headgate.tls import why
 
 TIMEOUT_S = 600.0
 POLL_INTERVAL_S = 0.02
@@ -256,8 +257,8 @@ def _read(request: _Call, status: int, raw: bytes) -> Any:
 class Fleet:
     """A blocking client. Several threads may use it at once."""
 
-    def __init__(self, url: str, admin_key: str | None = None) -> None:
-        self._address = HttpAddress.of(url)
+    def __init__(self, url: str, admin_key: str | None = None, *, tls: TlsFiles = SYSTEM_CAS) -> None:
+        self._address = HttpAddress.of(url, tls)
         self._key = admin_key
 
     def generate(
@@ -351,8 +352,7 @@ class Fleet:
 
     def _do(self, request: _Call) -> Any:
         address = self._address
-        connect = HTTPSConnection if address.tls else HTTPConnection
-        connection = connect(address.host, address.port, timeout=request.timeout_s)
+        connection = blocking_connection(address, request.timeout_s)
         body = b"" if request.body is None else msgspec.json.encode(request.body)
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
@@ -363,7 +363,7 @@ class Fleet:
             return _read(request, response.status, response.read())
         except OSError as error:
             where = f"{address.host}:{address.port}{request.path}"
-            raise FleetLost(f"no answer from {where}: {error or type(error).__name__}") from error
+            raise FleetLost(f"no answer from {where}: {why(error)}") from error
         finally:
             connection.close()
 
@@ -371,8 +371,8 @@ class Fleet:
 class AsyncFleet:
     """A client with the methods of `Fleet` as coroutines."""
 
-    def __init__(self, url: str, admin_key: str | None = None) -> None:
-        self._address = HttpAddress.of(url)
+    def __init__(self, url: str, admin_key: str | None = None, *, tls: TlsFiles = SYSTEM_CAS) -> None:
+        self._address = HttpAddress.of(url, tls)
         self._key = admin_key
 
     async def generate(
@@ -475,7 +475,7 @@ class AsyncFleet:
                 return _read(request, answer.status, await answer.body())
         except (OSError, EOFError, TimeoutError, HttpFailure) as error:
             where = f"{address.host}:{address.port}{request.path}"
-            raise FleetLost(f"no answer from {where}: {error or type(error).__name__}") from error
+            raise FleetLost(f"no answer from {where}: {why(error)}") from error
 
 
 def _still_busy(left: Sequence[Mapping[str, Any]], timeout_s: float) -> FleetLost:

@@ -48,6 +48,21 @@ def _check(ok: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files: our certificate with its key, and the CAs that the other side's certificate is verified with."""
+
+    certificate: Path | None = None  # with the intermediate certificates
+    key: Path | None = None  # not encrypted
+    ca: Path | None = None  # None: the system's CAs for a client; a server then accepts clients without certificate
+
+    def __post_init__(self) -> None:
+        _check((self.certificate is None) == (self.key is None), "a certificate and its key must be given together")
+
+
+SYSTEM_CAS = TlsFiles()  # verifies with the system's CAs, and has no certificate of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:1 ...
     dtype: str = "auto"  # auto: the checkpoint's dtype
@@ -109,9 +124,12 @@ class Registration:
     router: str  # the router's address, http://HOST:PORT
     role: str = "mixed"  # mixed, prefill, decode
     key: str | None = field(default=None, repr=False)  # the router's admin key
+    url: str | None = None  # this server's URL at the router; None: the address it is reached at
+    tls: TlsFiles = SYSTEM_CAS  # for a router with https://
 
     def __post_init__(self) -> None:
-        _check(self.router.startswith(("http://", "https://")), f"a router is http://HOST:PORT, not {self.router!r}")
+        for what, url in (("router", self.router), ("server", self.url or self.router)):
+            _check(url.startswith(("http://", "https://")), f"a {what} is http://HOST:PORT, not {url}")
 
 
 def _check_addresses(listen: str | None, peers: tuple[str, ...]) -> None:
@@ -140,6 +158,7 @@ class ServerConfig:
     engine: EngineConfig = EngineConfig()  # config of each engine
     replicas: int = 1  # engine processes
     host: str = "127.0.0.1"  # address to bind
+    tls: TlsFiles | None = None  # serve HTTPS with this certificate; None: HTTP
     logprobs_mode: LogprobsMode = "raw"  # for requests that do not set it
     pooling: Pooling = "last"  # of embeddings
     reasoning_parser: str = "auto"  # auto (by the chat template), none, or a family in docs/models.md
@@ -192,6 +211,8 @@ class RouteConfig:
     workers: tuple[WorkerAddress, ...] = ()  # initial workers; others may join later
     workers_file: Path | None = None  # lines of `URL [role]`, read again when it changes
     host: str = "127.0.0.1"  # address to bind
+    tls: TlsFiles | None = None  # serve HTTPS with this certificate; None: HTTP
+    worker_tls: TlsFiles = SYSTEM_CAS  # for workers with https://
     policy: str = "cache_aware"  # placement policy for mixed workers
     prefill_policy: str = "cache_aware"  # placement policy for prefill workers
     decode_policy: str = "least_tokens"  # placement policy for decode workers

@@ -11,7 +11,12 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from http.client import HTTPConnection, HTTPSConnection
 from urllib.parse import urlsplit
+
+from headgate.config import SYSTEM_CAS, TlsFiles
+from headgate.tls import client_context
 
 LONGEST_LINE = 16 * 2**20
 
@@ -26,13 +31,29 @@ class HttpAddress:
     port: int
     path: str  # prefix of the path of every call
     tls: bool
+    files: TlsFiles = SYSTEM_CAS
 
     @classmethod
-    def of(cls, url: str) -> HttpAddress:
+    def of(cls, url: str, files: TlsFiles = SYSTEM_CAS) -> HttpAddress:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname or "127.0.0.1", parts.port or (443 if tls else 80), path, tls)
+        return cls(parts.hostname or "127.0.0.1", parts.port or (443 if tls else 80), path, tls, files)
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        return _context(self.files) if self.tls else None
+
+
+_context = lru_cache(8)(client_context)  # reading the system's CAs takes longer than a call
+
+
+def blocking_connection(address: HttpAddress, timeout_s: float) -> HTTPConnection:
+    """Return a connection of the standard library, for callers that do not run an event loop."""
+    context = address.context
+    if context is None:
+        return HTTPConnection(address.host, address.port, timeout=timeout_s)
+    return HTTPSConnection(address.host, address.port, timeout=timeout_s, context=context)
 
 
 @dataclass(slots=True)
@@ -75,8 +96,9 @@ async def call(
     api_key: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[HttpResponse]:
-    tls = ssl.create_default_context() if address.tls else None
-    reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls, limit=LONGEST_LINE)
+    reader, writer = await asyncio.open_connection(
+        address.host, address.port, ssl=address.context, limit=LONGEST_LINE
+    )
     try:
         writer.write(_head(address, method, path, len(body), api_key, headers or {}) + body)
         yield await _read_head(reader)

@@ -70,8 +70,8 @@ class StopSignals:
             self._task.cancel()
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):  # compared with, not bound  # nosec B104
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"  # nosec B104
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

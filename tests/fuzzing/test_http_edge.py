@@ -38,6 +38,9 @@ class Pipe:
         assert not self.closed, "written after the end"
         self.written += data
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         self.closed = True
 

@@ -54,7 +54,7 @@ class Wire:
 
     @classmethod
     async def open(cls, url: str, **options: Any) -> Wire:
-        host, port = url.removeprefix("http://").split(":")
+        host, port = url.partition("://")[2].split(":")
         return cls(*await asyncio.open_connection(host, int(port), **options))
 
     def send(self, data: bytes) -> None:
@@ -122,8 +122,8 @@ class Wire:
         self.writer.transport.abort()
 
 
-async def ask(url: str, path: str, body: Any, headers: Mapping[str, str] = {}) -> Response:
-    wire = await Wire.open(url)
+async def ask(url: str, path: str, body: Any, headers: Mapping[str, str] = {}, **options: Any) -> Response:
+    wire = await Wire.open(url, **options)
     try:
         wire.post(path, body, headers)
         return await wire.response()

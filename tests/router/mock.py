@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import socket
+import ssl
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -290,7 +291,9 @@ class Mock:
         keep_alive_s: float = 0.1,
         version: int = 1,
         connection: type[Connection] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self.tls = tls
         self._connection = connection or Connection
         self.script = script or (lambda _: FINE)
         self.plain = plain
@@ -315,7 +318,7 @@ class Mock:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def live(self) -> list[Asked]:
@@ -327,7 +330,9 @@ class Mock:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: self._connection(self), sock=listener, backlog=1024)
+        self._server = await loop.create_server(
+            lambda: self._connection(self), sock=listener, backlog=1024, ssl=self.tls
+        )
         return self
 
     restart = start

@@ -16,6 +16,7 @@ import msgspec
 from headgate.config import Registration, ServerConfig
 from headgate.contract.operations.fleet import ADD_WORKER, REMOVE_WORKER
 from headgate.httpclient import HttpAddress, HttpFailure, call
+from headgate.tls import why
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,10 @@ class RegistrationRefused(Exception):
 
 class Heartbeats:
     def __init__(self, registration: Registration, config: ServerConfig, url: str) -> None:
-        self._router = HttpAddress.of(registration.router)
+        self._router = HttpAddress.of(registration.router, registration.tls)
         self._key = registration.key
         self._name = registration.router
-        self._url = url if config.host not in WILDCARDS else reachable_from(self._router, url)
+        self._url = registration.url or (url if config.host not in WILDCARDS else reachable_from(self._router, url))
         self._body: dict[str, Any] = {"url": self._url, "role": registration.role, "ttl_s": TTL_S}
         if (key := config.worker_key or config.admin_key) is not None:
             self._body["key"] = key
@@ -74,12 +75,12 @@ class Heartbeats:
                 if answer.status >= 400:
                     raise RegistrationRefused(f"{answer.status}: {text.decode('utf-8', 'replace')[:200]}")
         except (OSError, EOFError, TimeoutError, HttpFailure) as error:
-            raise RegistrationRefused(str(error) or type(error).__name__) from None
+            raise RegistrationRefused(why(error)) from None
 
 
 def reachable_from(router: HttpAddress, url: str) -> str:
     """This server's URL with the address that the router can reach, for a server that listens on all addresses."""
-    port = urlsplit(url).port
+    parts = urlsplit(url)
     try:
         family, kind, _, _, where = socket.getaddrinfo(router.host, router.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -87,4 +88,4 @@ def reachable_from(router: HttpAddress, url: str) -> str:
             host = probe.getsockname()[0]
     except OSError:
         return url
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"

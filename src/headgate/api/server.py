@@ -30,12 +30,13 @@ from headgate.api.host import ServerContext
 from headgate.api.registration import Heartbeats
 from headgate.api.state import Api, ApiSettings
 from headgate.collector import spare_the_collector
-from headgate.config import ServerConfig
+from headgate.config import ServerConfig, TlsFiles
 from headgate.contract.errors import error_body
 from headgate.contract.keys import Keys, is_loopback
 from headgate.contract.requests import UsageRecord
 from headgate.contract.trace_context import TraceContext
-from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
+from headgate.edge.certificates import renew
+from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow, limit_tls_buffer
 from headgate.edge.sharing import Sharing
 from headgate.edge.sse import STALLED, TRANSPORT
 from headgate.engine.replicas import Replicas, started
@@ -45,6 +46,7 @@ from headgate.protocol.message import EngineInfo
 from headgate.text.parsers.reader import AnswerParsers
 from headgate.text.template import ChatTemplate, load_template
 from headgate.text.tokenizer import load_tokenizer
+from headgate.tls import server_context
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,9 @@ async def _serve(
     exposed = not is_loopback(config.host)
     keys = Keys(config.api_keys, config.admin_key, worker=config.worker_key, exposed=exposed)
     tokenizer, template = load_tokenizer(config.model), load_template(config.model)
+    url = url_of(listener, tls=config.tls is not None)
+    if config.tls is not None:
+        server_context(config.tls)  # reports an unusable file before the engines start
     log.info("starting %d engine%s for %s", config.replicas, "s" * (config.replicas > 1), config.model_name)
     with tracing(config.otlp_endpoint, config.model_name, version) as trace:
         async with _engines(config) as engines:
@@ -127,9 +132,11 @@ async def _serve(
             )
             host = ServerContext(version, config.model_name, engines.replicas, ledger)
             app = build_app(api, host, keys, config.max_body_bytes)
-            ready = ServerReady(config, engines.info, url_of(listener), template is not None, keys.warning)
-            server = HttpServer(app, listener, partial(announce, ready), config.client_stall_timeout_s, app.begin)
-            beats = None if config.register is None else Heartbeats(config.register, config, url_of(listener))
+            ready = ServerReady(config, engines.info, url, template is not None, keys.warning)
+            server = HttpServer(
+                app, listener, partial(announce, ready), config.client_stall_timeout_s, app.begin, config.tls
+            )
+            beats = None if config.register is None else Heartbeats(config.register, config, url)
             spare_the_collector()
             drain = Drain(server, ledger, engines, config.drain_timeout_s)
             await serve_until_stopped(server, drain, signals, beats)
@@ -249,6 +256,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._outflow = Outflow(transport)
+        limit_tls_buffer(transport)
         self._due_s = self.loop.time() + HEAD_S
 
     def data_received(self, data: bytes) -> None:
@@ -359,6 +367,7 @@ class HttpServer(uvicorn.Server):
         announce: Callable[[], None],
         stall_s: float = STALL_S,
         begin: Begin = _at_once,
+        tls: TlsFiles | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -378,18 +387,24 @@ class HttpServer(uvicorn.Server):
         self._announce = announce
         self._stall_s = stall_s  # the longest that a client may read nothing
         self._ended = asyncio.Event()
+        self._tls = tls
+        self._context = None if tls is None else server_context(tls)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         async with asyncio.TaskGroup() as tasks:
-            sweeping = tasks.create_task(self._sweep())
+            beside = [tasks.create_task(self._sweep())]
+            if self._context is not None and self._tls is not None:
+                beside.append(tasks.create_task(renew(self._context, self._tls)))
             try:
                 await super().serve([self._listener])
             finally:
-                sweeping.cancel()
+                for task in beside:
+                    task.cancel()
                 self._ended.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         host, port = self._listener.getsockname()[:2]
+        self.config.ssl = self._context
         try:
             await super().startup(sockets)
         except OSError as error:

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from headgate.config import TlsFiles
 from headgate.errors import RequestError
 from headgate.httpclient import HttpAddress, HttpFailure, HttpResponse, call
 
@@ -76,9 +77,9 @@ class _Event(msgspec.Struct):
 _event: msgspec.json.Decoder[_Event] = msgspec.json.Decoder(_Event)
 
 
-def address_of(url: str) -> HttpAddress:
+def address_of(url: str, tls: TlsFiles) -> HttpAddress:
     try:
-        return HttpAddress.of(url)
+        return HttpAddress.of(url, tls)
     except ValueError as error:
         raise RequestError(f"{url!r} is not the address of a server: {error}") from None
 

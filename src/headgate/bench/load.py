@@ -19,8 +19,10 @@ from tqdm import tqdm
 
 from headgate.bench.client import TimedReply, TimedRequest, address_of, ask, clock
 from headgate.bench.dataset import Conversation, Dataset, RandomPrompts, Shape, Trace, conversations
+from headgate.config import SYSTEM_CAS, TlsFiles
 from headgate.errors import HeadgateError, RequestError
 from headgate.httpclient import HttpAddress, HttpFailure, call
+from headgate.tls import why
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Load:
     seed: int = 0
     timeout_s: float = 600.0
     api_key: str | None = field(default=None, repr=False)
+    tls: TlsFiles = SYSTEM_CAS  # for https://
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt_words", "max_tokens"):
@@ -123,7 +126,7 @@ def run(load: Load, *, progress: bool = False) -> Result:
 
 
 async def measure(load: Load, *, progress: bool = False) -> Result:
-    address = address_of(load.url)
+    address = address_of(load.url, load.tls)
     talks = load.conversations()
     model = load.model or await first_model(address, load.api_key)
     samples: list[TimedRequest] = []
@@ -198,6 +201,5 @@ async def first_model(address: HttpAddress, api_key: str | None) -> str:
         return msgspec.json.decode(body, type=_Models).data[0].id
     except (OSError, EOFError, TimeoutError, HttpFailure, IndexError, msgspec.MsgspecError) as error:
         raise HeadgateError(
-            f"no OpenAI server at {address.host}, port {address.port} ({error or type(error).__name__}); "
-            "start one with `headgate serve`"
+            f"no OpenAI server at {address.host}, port {address.port} ({why(error)}); start one with `headgate serve`"
         ) from None

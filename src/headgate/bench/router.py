@@ -116,7 +116,7 @@ async def measure(trial: RouterTrial) -> RouterReport:
 
     async def send(url: str, messages: list[Message]) -> TimedReply:
         body = _body(trial, model, messages)
-        reply = await ask(address_of(url), CHAT, body, api_key=trial.api_key, timeout_s=trial.timeout_s)
+        reply = await ask(address_of(url, trial.tls), CHAT, body, api_key=trial.api_key, timeout_s=trial.timeout_s)
         samples.append(reply.sample)
         return reply
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from headgate.bench.client import address_of
 from headgate.bench.load import first_model
+from headgate.config import SYSTEM_CAS, TlsFiles
 from headgate.errors import RequestError
 from headgate.httpclient import HttpAddress
 
@@ -16,6 +17,7 @@ class Trial:
     url: str
     model: str | None = None  # None: the first model that the server lists
     api_key: str | None = field(default=None, repr=False)
+    tls: TlsFiles = SYSTEM_CAS  # for https://
     timeout_s: float = 120.0  # longest duration of a request
 
     POSITIVE: ClassVar[tuple[str, ...]] = ()  # settings that must be at least 1
@@ -27,7 +29,7 @@ class Trial:
 
     @property
     def address(self) -> HttpAddress:
-        return address_of(self.url)
+        return address_of(self.url, self.tls)
 
     async def find_model(self) -> str:
         return self.model or await first_model(self.address, self.api_key)

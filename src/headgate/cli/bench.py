@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headgate.cli.exits import FAILED
+from headgate.cli.tls import add_url_ca, url_tls
 
 if TYPE_CHECKING:
     from headgate.bench.dataset import Dataset
@@ -47,6 +48,7 @@ def add_bench_serve(command: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=64, metavar="N", help="tokens per answer (default: %(default)s)")
     add("--ignore-eos", action="store_true", help="generate exactly --max-tokens (if the server can)")
     add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
+    add_url_ca(add)
 
     add = command.add_argument_group("results").add_argument
     add("--json", type=result_file, metavar="FILE", help="write the summary and every request as JSON")
@@ -72,6 +74,7 @@ def bench_serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         seed=options.seed,
         timeout_s=options.timeout,
         api_key=options.api_key or environ.get("OPENAI_API_KEY"),
+        tls=url_tls(options),
     )
     result = run(load, progress=sys.stderr.isatty())
     print(table(result))
@@ -112,6 +115,7 @@ def add_bench_lifecycle(command: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=1000, metavar="N", help="length of answers that are not aborted (1000)")
     add("--model", help="model name (default: the first one listed)")
     add("--api-key", metavar="KEY", help="admin key; default: $HEADGATE_ADMIN_KEY")
+    add_url_ca(add)
     add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
 
 
@@ -128,6 +132,7 @@ def bench_lifecycle(options: argparse.Namespace, environ: Mapping[str, str]) -> 
                 max_tokens=options.max_tokens,
                 model=options.model,
                 api_key=options.api_key or environ.get("HEADGATE_ADMIN_KEY"),
+                tls=url_tls(options),
             )
             for url in options.url or ["http://127.0.0.1:8000"]
         ]
@@ -143,6 +148,7 @@ def add_shared(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--model", help="model name (default: the first one listed)")
     add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
+    add_url_ca(add)
     add("--json", type=result_file, metavar="FILE", help="write the results as JSON")
 
 
@@ -168,6 +174,7 @@ def bench_prefix(options: argparse.Namespace, environ: Mapping[str, str]) -> int
         prefix_words=options.prefix_words,
         model=options.model,
         api_key=options.api_key or environ.get("OPENAI_API_KEY"),
+        tls=url_tls(options),
     )
     report = run(trial)
     print(table(report))
@@ -202,6 +209,7 @@ def bench_disagg(options: argparse.Namespace, environ: Mapping[str, str]) -> int
         interval_s=options.interval,
         model=options.model,
         api_key=options.api_key or environ.get("OPENAI_API_KEY"),
+        tls=url_tls(options),
     )
     report = run(trial)
     print(table(report))
@@ -264,6 +272,7 @@ def bench_router(options: argparse.Namespace, environ: Mapping[str, str]) -> int
         seed=options.seed,
         model=options.model,
         api_key=options.api_key or environ.get("OPENAI_API_KEY"),
+        tls=url_tls(options),
     )
     report = run(trial)
     print(table(report))

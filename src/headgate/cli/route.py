@@ -8,7 +8,8 @@ from pathlib import Path
 
 from headgate import __version__
 from headgate.cli.serve import LOG_LEVELS, checked_key, checked_port, end_with_parent, read_keys
-from headgate.config import POLICIES, RouteConfig
+from headgate.cli.tls import add_listener_tls, check_pair, listener_tls
+from headgate.config import POLICIES, RouteConfig, TlsFiles
 
 
 def add_route(command: argparse.ArgumentParser) -> None:
@@ -21,7 +22,10 @@ def add_route(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8080, help="port to bind; 0: any free port (default: %(default)s)")
-
+    add_listener_tls(add)
+    add("--worker-ca", type=Path, metavar="FILE", help="CAs of https:// workers; default: the system's")
+    add("--worker-certificate", type=Path, metavar="FILE", help="client certificate for workers that require one")
+    add("--worker-certificate-key", type=Path, metavar="FILE", help="private key of that certificate")
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)  # see headgate serve
 
     add = command.add_argument_group("load balancing").add_argument
@@ -106,6 +110,8 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         workers=tuple(parse_worker(text.replace("=", " ", 1), "worker") for text in options.worker),
         workers_file=options.workers,
         host=options.host,
+        tls=listener_tls(options),
+        worker_tls=worker_tls(options),
         policy=options.policy,
         prefill_policy=options.prefill_policy,
         decode_policy=options.decode_policy,
@@ -128,6 +134,12 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     with take_port(options.host, checked_port(options.port)) as listener:
         run_router(config, listener, __version__, announce)
     return 0
+
+
+def worker_tls(options: argparse.Namespace) -> TlsFiles:
+    check_pair(options, "--worker-certificate", "--worker-certificate-key")
+    key = options.worker_certificate_key
+    return TlsFiles(certificate=options.worker_certificate, key=key, ca=options.worker_ca)
 
 
 def announce(url: str, workers: list[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from headgate.cli.exits import FAILED
 from headgate.cli.serve import ROLES, checked_key
+from headgate.cli.tls import add_url_ca, url_tls
 from headgate.errors import RequestError
 
 
@@ -17,6 +18,7 @@ def add_scale(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("count", nargs="*", metavar="ROLE=N", help="mixed=6, prefill=1, decode=2; none: print current counts")
     add("--url", default="http://127.0.0.1:8000", metavar="URL", help="URL of headgate up (%(default)s)")
+    add_url_ca(add)
     add("--admin-key", metavar="KEY", help="admin key; prefer $HEADGATE_ADMIN_KEY")
     add("--timeout", type=float, default=600.0, metavar="S", help="wait for the servers to be ready (600)")
 
@@ -26,7 +28,7 @@ def scale(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     counts = parse_counts(options.count)
     key = options.admin_key or checked_key(environ.get("HEADGATE_ADMIN_KEY"), "HEADGATE_ADMIN_KEY")
-    fleet = Fleet(options.url, key)
+    fleet = Fleet(options.url, key, tls=url_tls(options))
     size = fleet.scale(counts, timeout_s=options.timeout) if counts else fleet.size()
     for role in ROLES:
         if size.wanted.get(role) or size.ready.get(role) or role in counts:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from headgate import __version__
 from headgate.cli.help import CommandParser
+from headgate.cli.tls import add_listener_tls, listener_tls
 from headgate.config import (
     DTYPES,
     FP8,
@@ -24,6 +25,7 @@ from headgate.config import (
     Pooling,
     Registration,
     ServerConfig,
+    TlsFiles,
 )
 from headgate.errors import RequestError
 
@@ -45,6 +47,7 @@ def add_serve(command: CommandParser) -> None:
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
+    add_listener_tls(add)
     # Used by a supervising process that holds the other end of our standard input: the server exits when it closes.
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)
 
@@ -104,6 +107,8 @@ def add_serve(command: CommandParser) -> None:
 
     add = command.add_rare_group("fleets").add_argument
     add("--register", metavar="URL", help="router to join; its key: $HEADGATE_ROUTER_KEY")
+    add("--register-as", metavar="URL", help="this server's URL there (default: the address it is reached at)")
+    add("--router-ca", type=Path, metavar="FILE", help="CAs of an https:// router; default: the system's")
     add("--role", choices=ROLES, default="mixed", metavar="ROLE", help="role there: mixed, prefill, decode (mixed)")
     add(
         "--kv-listen",
@@ -155,6 +160,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             engine=engine,
             replicas=options.replicas,
             host=options.host,
+            tls=listener_tls(options),
             logprobs_mode=options.logprobs_mode,
             pooling=options.pooling or read_pooling(model.path) or "last",
             reasoning_parser=options.reasoning_parser,
@@ -178,7 +184,9 @@ def registration(options: argparse.Namespace, environ: Mapping[str, str]) -> Reg
     if options.register is None:
         return None
     key = checked_key(environ.get("HEADGATE_ROUTER_KEY"), "HEADGATE_ROUTER_KEY")
-    return Registration(router=options.register, role=options.role, key=key)
+    # A router may require client certificates; the server's own then identifies it.
+    tls = TlsFiles(certificate=options.tls_certificate, key=options.tls_key, ca=options.router_ca)
+    return Registration(router=options.register, role=options.role, key=key, url=options.register_as, tls=tls)
 
 
 def worker_key(options: argparse.Namespace, environ: Mapping[str, str], api_keys: Mapping[str, str]) -> str | None:

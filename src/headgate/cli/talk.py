@@ -12,9 +12,11 @@ from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headgate.cli.serve import checked_key
+from headgate.cli.tls import add_url_ca, url_tls
 from headgate.errors import HeadgateError, RequestError
 
 if TYPE_CHECKING:
+    from headgate.config import TlsFiles
     from headgate.offline import LLM
 
 Message = Mapping[str, str]
@@ -59,6 +61,7 @@ def add_sampling(command: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto); not with a URL")
     add("--api-key", metavar="KEY", help="for a server; default: $HEADGATE_API_KEY")
+    add_url_ca(add)
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -137,7 +140,7 @@ def responder(options: argparse.Namespace, environ: Mapping[str, str]) -> Iterat
         if options.device != "auto":
             raise RequestError("--device is for a model in this process; a server has its own device")
         key = options.api_key or checked_key(environ.get("HEADGATE_API_KEY"), "HEADGATE_API_KEY")
-        yield Server(options.model, key, sampling)
+        yield Server(options.model, key, sampling, url_tls(options))
         return
     from headgate.contract.sampling import SamplingParams
     from headgate.logs import set_up
@@ -166,24 +169,26 @@ class Local:
 class Server:
     """A server or a router with OpenAI's API. It aborts an answer whose connection is closed."""
 
-    def __init__(self, url: str, key: str | None, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, key: str | None, sampling: Mapping[str, Any], tls: TlsFiles) -> None:
         from headgate.httpclient import HttpAddress
 
         if key is not None and not (key.isascii() and key.isprintable()):
             raise RequestError("the API key has characters that cannot be sent")
-        self._address = HttpAddress.of(url)
+        self._address = HttpAddress.of(url, tls)
         self._sampling = sampling
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def answer(self, messages: Sequence[Message]) -> Generator[str, None, None]:
-        from http.client import HTTPConnection, HTTPException, HTTPSConnection
+        from http.client import HTTPException
 
         import msgspec
 
+        from headgate.httpclient import blocking_connection
+        from headgate.tls import why
+
         address = self._address
-        connect = HTTPSConnection if address.tls else HTTPConnection
         body = msgspec.json.encode({"messages": messages, "stream": True, **self._sampling})
-        with closing(connect(address.host, address.port, timeout=SILENT_S)) as connection:
+        with closing(blocking_connection(address, SILENT_S)) as connection:
             try:
                 connection.request("POST", f"{address.path}/v1/chat/completions", body, self._headers)
                 response = connection.getresponse()
@@ -193,8 +198,7 @@ class Server:
                     if line.startswith(b"data: ") and (piece := piece_of(line[6:])):
                         yield piece
             except (OSError, HTTPException, msgspec.MsgspecError) as error:
-                why = str(error) or type(error).__name__
-                raise Unanswered(f"no answer from {address.host}:{address.port}: {why}") from error
+                raise Unanswered(f"no answer from {address.host}:{address.port}: {why(error)}") from error
 
 
 def message_of(body: bytes) -> str:

@@ -13,6 +13,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
 from headgate.cli.serve import checked_key
+from headgate.cli.tls import add_url_ca, url_tls
 from headgate.errors import HeadgateError
 
 if TYPE_CHECKING:
@@ -46,13 +47,14 @@ def add_top(command: argparse.ArgumentParser) -> None:
     add("url", nargs="?", default="http://127.0.0.1:8000", metavar="URL", help="server or router (%(default)s)")
     add("--once", action="store_true", help="print one frame and exit")
     add("--api-key", metavar="KEY", help="API or admin key; default: $HEADGATE_ADMIN_KEY")
+    add_url_ca(add)
 
 
 def top(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.httpclient import HttpAddress
 
     key = options.api_key or checked_key(environ.get("HEADGATE_ADMIN_KEY"), "HEADGATE_ADMIN_KEY")
-    address = HttpAddress.of(options.url)
+    address = HttpAddress.of(options.url, url_tls(options))
     if options.once or not sys.stdout.isatty():
         asyncio.run(_print(address, key, options.url, once=options.once))
     else:
@@ -121,6 +123,7 @@ def _remember(frame: Frame, history: deque[Point]) -> None:
 async def frames(address: HttpAddress, key: str | None) -> AsyncGenerator[Frame]:
     """Yield the frames of the server's event stream. Raises Unreachable when the connection fails."""
     from headgate.httpclient import HttpFailure
+    from headgate.tls import why
 
     where = f"{address.host}:{address.port}"
     try:
@@ -134,7 +137,7 @@ async def frames(address: HttpAddress, key: str | None) -> AsyncGenerator[Frame]
     except TimeoutError:
         raise Unreachable(f"{where} has sent nothing for {SILENT_S:g} s") from None
     except (OSError, EOFError, HttpFailure) as error:
-        raise Unreachable(f"{where} cannot be reached: {error}") from None
+        raise Unreachable(f"{where} cannot be reached: {why(error)}") from None
 
 
 async def _frames(address: HttpAddress, key: str | None, where: str) -> AsyncGenerator[Frame]:

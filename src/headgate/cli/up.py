@@ -21,6 +21,7 @@ from headgate import __version__
 from headgate.cli.help import CommandParser
 from headgate.cli.route import add_disaggregation
 from headgate.cli.serve import LOG_LEVELS, ROLES, add_serve, checked_port, read_keys
+from headgate.cli.tls import add_listener_tls, listener_tls
 from headgate.config import DTYPES, POLICIES, PREEMPTED, EngineConfig, RouteConfig
 from headgate.errors import RequestError
 
@@ -34,7 +35,10 @@ log = logging.getLogger(__name__)
 
 # Flags passed on to every server, and flags of `headgate serve` that only `headgate up` may set.
 SERVED = ("device", "dtype", "max_context", "max_running", "kv_blocks", "on_preempt")
-RESERVED = ("--host", "--port", "--served-name", "--register", "--role", "--api-keys", "--admin-key", "--log-format")
+RESERVED = (
+    *("--host", "--port", "--served-name", "--register", "--role", "--api-keys", "--admin-key", "--log-format"),
+    *("--tls-certificate", "--tls-key", "--tls-client-ca"),
+)
 
 
 def add_up(command: argparse.ArgumentParser) -> None:
@@ -60,6 +64,7 @@ def add_up(command: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
     add("--policy", choices=POLICIES, default="cache_aware", metavar="NAME", help=f"{', '.join(POLICIES)}")
+    add_listener_tls(add)
 
     add = command.add_argument_group("each server (see headgate serve)").add_argument
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
@@ -111,6 +116,7 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     worker_key = secrets.token_urlsafe(32) if keys or admin_key or options.ray else None
     config = RouteConfig(
         host=options.host,
+        tls=listener_tls(options),
         policy=options.policy,
         disaggregate_tokens=options.disaggregate_tokens,
         preempt_retry_count=options.preempt_retry_count,

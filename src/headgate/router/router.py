@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headgate.config import RouteConfig
+from headgate.config import SYSTEM_CAS, RouteConfig
 from headgate.contract import ids
 from headgate.contract.errors import MethodNotAllowed
 from headgate.contract.keys import Keys, is_loopback
@@ -49,6 +49,7 @@ from headgate.router.fleet.prefix_index import PrefixIndex
 from headgate.router.fleet.scaler import Scaler
 from headgate.router.fleet.worker import Worker
 from headgate.router.worker_choice import WorkerChooser, was_kept_out
+from headgate.tls import client_context
 
 if TYPE_CHECKING:
     from headgate.router.data_path.bridge import Bridge
@@ -81,7 +82,10 @@ class Router:
         self._peek = fast_path.peek
         self.loop = asyncio.get_running_loop()
         self.random = random.Random(seed)
-        self.fleet = Workers(connect_timeout_s=config.connect_timeout_s, clock=self.loop.time, fast_path=fast_path)
+        self.worker_tls = None if config.worker_tls == SYSTEM_CAS else client_context(config.worker_tls)
+        self.fleet = Workers(
+            connect_timeout_s=config.connect_timeout_s, clock=self.loop.time, fast_path=fast_path, tls=self.worker_tls
+        )
         self.fleet.on_lost = self._worker_lost
         self.fleet.on_change = self._fleet_changed
         self.index = PrefixIndex(config.index_nodes, fast_path)

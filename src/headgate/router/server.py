@@ -15,6 +15,7 @@ from headgate.allocator import keep_freed_memory
 from headgate.collector import spare_the_collector
 from headgate.compiling import NotCompiled
 from headgate.config import RouteConfig, WorkerAddress
+from headgate.edge.certificates import renew
 from headgate.errors import HeadgateError, RequestError
 from headgate.listening import StopSignals, url_of
 from headgate.router.app import ControlPlane
@@ -23,6 +24,7 @@ from headgate.router.data_path.fast_path import PYTHON, FastPath, compiled
 from headgate.router.fleet.monitor import Monitor
 from headgate.router.fleet.worker import Worker
 from headgate.router.router import Router
+from headgate.tls import server_context
 
 log = logging.getLogger(__name__)
 
@@ -73,23 +75,28 @@ class serving:  # noqa: N801 - reads as `async with serving(router, ...)`
 
     async def __aenter__(self) -> str:
         router, loop = self._router, asyncio.get_running_loop()
+        config = router.config
+        tls = None if config.tls is None else server_context(config.tls)
         monitor = Monitor(router)
         router.probe = monitor.probe
         plane = ControlPlane(router, self._version)
         router.bridge = Bridge(plane.app)
-        for address in router.config.workers:
+        for address in config.workers:
             add_worker(router, address)
-        if router.config.workers_file is not None:
-            apply_file(router, router.config.workers_file)
+        if config.workers_file is not None:
+            apply_file(router, config.workers_file)
         self._tasks = [loop.create_task(work) for work in (monitor.run(), router.sweep(), plane.run())]
-        if router.config.workers_file is not None:
-            self._tasks.append(loop.create_task(watch_file(router, router.config.workers_file)))
+        if config.workers_file is not None:
+            self._tasks.append(loop.create_task(watch_file(router, config.workers_file)))
+        for context, files in ((tls, config.tls), (router.worker_tls, config.worker_tls)):
+            if context is not None and files is not None:
+                self._tasks.append(loop.create_task(renew(context, files)))
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PROBE_S):
                 while any(worker.state == "starting" for worker in router.fleet):
                     await router.fleet_changed(FIRST_PROBE_S)
-        self._server = await loop.create_server(router.connections, sock=self._listener, backlog=BACKLOG)
-        return url_of(self._listener)
+        self._server = await loop.create_server(router.connections, sock=self._listener, backlog=BACKLOG, ssl=tls)
+        return url_of(self._listener, tls=tls is not None)
 
     async def __aexit__(self, *exc: object) -> None:
         self._server.close()

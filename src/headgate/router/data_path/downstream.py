@@ -17,7 +17,7 @@ import httptools
 import msgspec
 
 from headgate.contract.errors import error_body, error_headers
-from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow
+from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow, limit_tls_buffer
 from headgate.errors import RequestError
 from headgate.router.data_path.fast_path import PYTHON, EventPipe, FastPath, request_head
 from headgate.router.data_path.outbox import Outbox
@@ -190,6 +190,7 @@ class Downstream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._outflow = Outflow(self._transport)
+        limit_tls_buffer(self._transport)
         self.peer = _address(transport.get_extra_info("peername"))  # not available once the connection is closed
         self._connections.opened(self)
 
@@ -358,7 +359,8 @@ class Downstream(asyncio.Protocol):
             self.write(error_answer(error, keep_alive=False))
             # Closing while the client is sending would reset the connection, and the client might not read the error.
             self._outbox.flush()
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # TLS cannot; the client then waits until `sweep` closes
+                self._transport.write_eof()
 
 
 def _address(peer: Any) -> str:

@@ -17,10 +17,12 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from headgate.config import SYSTEM_CAS
 from headgate.contract.journal import RAW_HEADER
 from headgate.contract.load_report import HEADER as LOAD
 from headgate.router.data_path.fast_path import PYTHON, EventPipe, FastPath, answer_head
 from headgate.router.data_path.outbox import Outbox
+from headgate.tls import client_context, why
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -59,6 +61,10 @@ class Reader(Protocol):
 
 class WorkerLost(Exception):
     """The worker cannot be reached, or its connection broke."""
+
+
+class NoConnection(WorkerLost):
+    """Nothing accepts connections at the worker's address."""
 
 
 class NoAnswer(WorkerLost):
@@ -177,7 +183,14 @@ class Upstream(asyncio.Protocol):
         if self._open_ended and error is None:
             self._end()
         else:
-            self._fail("the connection broke" if error is None else f"the connection broke: {error}")
+            self._fail(self._why_broken(error))
+
+    def _why_broken(self, error: Exception | None) -> str:
+        reason = "the connection broke" if error is None else f"the connection broke: {why(error)}"
+        if self._pool.tls is None or self.reused or not self._at_rest:
+            return reason
+        # With TLS 1.3, a server checks a client's certificate when the client already considers the connection open.
+        return f"{reason}, without an answer; it may require another client certificate"
 
     def _fail(self, why: str) -> None:
         reader = self._reader
@@ -245,17 +258,22 @@ class Pool:
     """The connections to one worker."""
 
     def __init__(
-        self, url: str, connect_timeout_s: float, outbox: Outbox | None = None, fast_path: FastPath = PYTHON
+        self,
+        url: str,
+        connect_timeout_s: float,
+        outbox: Outbox | None = None,
+        fast_path: FastPath = PYTHON,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         parts = urlsplit(url)
         self.read_answer = fast_path.answer
         self.outbox = outbox or Outbox()
-        tls = parts.scheme == "https"
+        secure = parts.scheme == "https"
         self.host = parts.hostname or "127.0.0.1"
-        self.port = parts.port or (443 if tls else 80)
+        self.port = parts.port or (443 if secure else 80)
         self.netloc = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
         self.prefix = parts.path.rstrip("/").encode()
-        self._tls = ssl.create_default_context() if tls else None
+        self.tls = (tls or client_context(SYSTEM_CAS)) if secure else None
         self._timeout_s = connect_timeout_s
         self._idle: deque[Upstream] = deque()
         self._closed = False
@@ -274,13 +292,15 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
-                _, upstream = await loop.create_connection(
-                    lambda: Upstream(self), self.host, self.port, ssl=self._tls
-                )
+                _, upstream = await loop.create_connection(lambda: Upstream(self), self.host, self.port, ssl=self.tls)
         except TimeoutError:
-            raise WorkerLost(f"no connection within {self._timeout_s:g} s") from None
+            raise NoConnection(f"no connection within {self._timeout_s:g} s") from None
+        except ssl.SSLError as error:
+            raise WorkerLost(f"no connection: {why(error)}") from None
         except OSError as error:
-            raise WorkerLost(f"no connection: {error.strerror or error}") from None
+            if self.tls is not None and isinstance(error, ConnectionResetError):
+                raise WorkerLost("it ended the TLS handshake; is its address http://?") from None
+            raise NoConnection(f"no connection: {why(error)}") from None
         return upstream
 
     def give(self, upstream: Upstream) -> None:

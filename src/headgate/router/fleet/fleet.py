@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import ssl
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal
@@ -73,8 +74,10 @@ class Workers:
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
         fast_path: FastPath = PYTHON,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.clock = clock
+        self._tls = tls  # for workers with https://
         self._fast_path = fast_path
         self.outbox = Outbox()  # collects all writes to workers and clients
         self.double_releases = 0
@@ -115,7 +118,7 @@ class Workers:
         worker = self._workers.get(url)
         if worker is None:
             worker = Worker(url, role)
-            self._pools[worker] = Pool(url, self._connect_timeout_s, self.outbox, self._fast_path)
+            self._pools[worker] = Pool(url, self._connect_timeout_s, self.outbox, self._fast_path, self._tls)
             self._workers[url] = worker
             log.info("%s joins as %s", worker.name, role)
         worker.role, worker.managed = role, managed

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from headgate.contract.tickets import Version
-from headgate.router.data_path.upstream import NoAnswer, WorkerLost, call
+from headgate.router.data_path.upstream import NoAnswer, NoConnection, WorkerLost, call
 from headgate.router.fleet.worker import Kind, Worker, WorkerState
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class Monitor:
         self._config = router.config
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self._answered_s: dict[Worker, float] = {}
+        self._reported: dict[Worker, str] = {}  # the last reason why a worker cannot be used
 
     async def run(self) -> None:
         """Probe every worker for as long as it is in the fleet."""
@@ -86,6 +87,7 @@ class Monitor:
                 for worker in [worker for worker in self._watches if worker not in present]:
                     self._watches.pop(worker).cancel()
                     self._answered_s.pop(worker, None)
+                    self._reported.pop(worker, None)
                 await self._router.fleet_changed(self._config.probe_interval_s)
 
     async def _watch(self, worker: Worker) -> None:
@@ -106,18 +108,26 @@ class Monitor:
                 log.warning("this process did not get CPU time for a while; the result of a probe is discarded")
         else:
             self._answered_s[worker] = self._fleet.clock()
+            self._reported.pop(worker, None)
             self._fleet.probed(worker, state)
 
     def _probe_failed(self, worker: Worker, error: Exception) -> None:
-        if worker.state == "starting":
-            log.debug("%s is not up yet: %s", worker.name, error)
-        elif worker.state == "down":
+        if worker.state in ("starting", "down"):
             worker.successes = 0
+            self._report_once(worker, error)
         elif not isinstance(error, NoAnswer):
             self._fleet.failed(worker, str(error))
         elif self._silence_s(worker) > self._config.silence_s:
             log.warning("%s has been silent for %.1f s", worker.name, self._silence_s(worker))
             self._fleet.give_up(worker)
+
+    def _report_once(self, worker: Worker, error: Exception) -> None:
+        """Warn about each reason why a worker cannot be used, unless its server is just not running yet."""
+        if isinstance(error, NoConnection | NoAnswer) or self._reported.get(worker) == str(error):
+            log.debug("%s is not up yet: %s", worker.name, error)
+        else:
+            self._reported[worker] = str(error)
+            log.warning("%s cannot be used, and is tried again: %s", worker.name, error)
 
     def _silence_s(self, worker: Worker) -> float:
         """Return the time since the last byte from the worker."""

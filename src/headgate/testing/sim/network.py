@@ -18,7 +18,7 @@ from hashlib import blake2b
 from itertools import count, pairwise
 from typing import Any, cast
 
-from headgate.edge.outflow import BYTES_ACKED
+from headgate.edge.outflow import TCP_INFO
 from headgate.testing.sim.loop import HOST, DelayedPipe, SimLoop, SimProcess
 
 FIN = b""
@@ -71,7 +71,7 @@ class SimConnection:
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
-        return BYTES_ACKED.pack(self.taken)
+        return TCP_INFO.pack(self.taken, 0)
 
 
 @dataclass(eq=False)
