@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: serve up test test-all test-gpu test-clients test-frameworks test-ray check coverage kernels fuzz fuzz-inputs sanitize audit simulate mutants chaos soak docs wheel clean
+.PHONY: serve up test test-all test-gpu test-clients test-frameworks test-ray check coverage kernels fuzz fuzz-inputs sanitize audit simulate mutants chaos soak docs wheel sdist clean
 
 # Serve a model: `make serve`, or `make serve ARGS="MODEL --port 9000"`.
 serve: $(READY)
@@ -102,10 +102,15 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/mkdocs build --strict --quiet
 
-# Builds the wheel in dist/.
+# Builds the wheel in dist/, with the compiled libraries, for this version of Python and torch; see docs/deployment.md.
 wheel: $(READY)
 	rm -rf build
-	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
+	HEADGATE_PREBUILD=1 $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+
+# Builds the source distribution in dist/. What is installed from it compiles the libraries on first use.
+sdist: $(READY)
+	rm -rf build
+	$(BIN)/python -c "import setuptools.build_meta as build; build.build_sdist('dist')"
 
 $(READY): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

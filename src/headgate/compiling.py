@@ -1,5 +1,8 @@
 """Compiles C and C++ extensions on first use with the system's compiler, and caches them.
 
+A wheel made by `make wheel` has the libraries already, each in a folder whose name is a hash of everything that it must
+fit: its sources, its flags, Python and torch. A library in such a folder is loaded instead of compiling it.
+
 Rules: a library appears in its folder complete or not at all, because it is built elsewhere and then renamed. A file
 lock keeps two processes from building the same library at once. A failure is returned as a value, `NotCompiled`,
 because there is always a fallback.
@@ -13,12 +16,17 @@ import importlib.machinery
 import importlib.util
 import os
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+PREBUILT = Path(__file__).with_name("libraries")  # of a wheel; a source tree has none
+PYTHON_ABI = sysconfig.get_config_var("SOABI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,20 @@ def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> NotC
             if failure is not None:
                 return NotCompiled(failure)
             built.replace(library)
+    return None
+
+
+def load_prebuilt(name: str, library: Path) -> Any | None:
+    """Load a library of the wheel; None, with a line on stderr, if the wheel's libraries do not fit this machine."""
+    if not PREBUILT.is_dir():
+        return None
+    reason = "it was built for other versions of Python or torch"
+    if library.exists():
+        try:
+            return import_library(name, library)
+        except ImportError as error:  # an older C library, for example
+            reason = str(error)
+    print(f"headgate: the wheel's {library.name} is not used: {reason}", file=sys.stderr, flush=True)
     return None
 
 

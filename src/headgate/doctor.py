@@ -191,10 +191,9 @@ def _with_torch() -> Iterator[Finding]:
     from headgate.router.data_path import fast_path
 
     flags = build.cpu_flags()
-    library = build.library_in(build.default_cache())
     yield cpu(flags, build.why_not_here(flags), torch.get_num_threads())
-    yield kernels(build.why_not_here(flags), library, shutil.which("g++"))
-    yield routing(fast_path.library_in(fast_path.default_cache()), shutil.which("cc"))
+    yield kernels(build.why_not_here(flags), build.found_library(), shutil.which("g++"))
+    yield routing(fast_path.found_library(), shutil.which("cc"))
     yield from gpus(torch.cuda, version_of("triton")) if torch.cuda.is_available() else no_gpu(torch.__version__)
     yield memory("memory", min(free_on_machine(), free_in_cgroup()))
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels on first use and loads them.
+"""Compiles the C++ kernels on first use and loads them, unless the wheel has them.
 
 Each combination of sources, flags, torch version and Python version has its own folder, named by a hash (see
 `headgate.compiling`). If the kernels are unavailable, the torch backend is used.
@@ -20,10 +20,19 @@ from typing import Any
 import torch
 
 from headgate import compiling
-from headgate.compiling import NotCompiled, build_once, compile_with, import_library
+from headgate.compiling import (
+    PREBUILT,
+    PYTHON_ABI,
+    NotCompiled,
+    build_once,
+    compile_with,
+    import_library,
+    load_prebuilt,
+)
 from headgate.layers.cpu.kernels import Kernels
 
 MODULE = "_headgate_cpu_kernels"
+FILE = f"{MODULE}.so"
 SOURCES = Path(__file__).parent
 COMPILE_S = 600.0
 NEEDED_CPU_FLAGS = ("avx2", "fma", "f16c")
@@ -77,6 +86,9 @@ def _load_module(compiler: str, cache: Path) -> Any:
     reason = why_not_here(cpu_flags())
     if reason is not None:
         return NotCompiled(reason)
+    prebuilt = load_prebuilt(MODULE, prebuilt_in(PREBUILT))
+    if prebuilt is not None:
+        return prebuilt
     library = library_in(cache)
     try:
         if not library.exists():
@@ -90,7 +102,22 @@ def _load_module(compiler: str, cache: Path) -> Any:
 
 def library_in(cache: Path) -> Path:
     """The path of the library for these sources and this torch, whether or not it is built."""
-    return cache / _fingerprint() / f"{MODULE}.so"
+    return cache / _fingerprint() / FILE
+
+
+def prebuilt_in(folder: Path) -> Path:
+    """The path of the library in a wheel's folder, whether or not it is there.
+
+    The kernels use torch's C++ interface, which may change with every commit of torch. Builds of one commit for other
+    devices have the same one.
+    """
+    return folder / _fingerprint_for(torch.version.git_version, torch.compiled_with_cxx11_abi(), PYTHON_ABI) / FILE
+
+
+def found_library() -> Path:
+    """The path of the library that is loaded, whether or not it is built."""
+    prebuilt = prebuilt_in(PREBUILT)
+    return prebuilt if prebuilt.exists() else library_in(default_cache())
 
 
 def why_not_here(flags: frozenset[str]) -> str | None:
@@ -109,8 +136,12 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _fingerprint() -> str:
-    settings = (COMMON_FLAGS, ISA_FLAGS, torch.__version__, sys.implementation.cache_tag, Path(torch.__file__).parent)
-    return compiling.fingerprint([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")], *settings)
+    return _fingerprint_for(torch.__version__, sys.implementation.cache_tag, Path(torch.__file__).parent)
+
+
+def _fingerprint_for(*platform: object) -> str:
+    sources = [*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]
+    return compiling.fingerprint(sources, COMMON_FLAGS, ISA_FLAGS, *platform)
 
 
 def _build(compiler: str, library: Path) -> Path | NotCompiled:

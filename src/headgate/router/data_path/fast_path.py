@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from headgate import compiling
-from headgate.compiling import NotCompiled, build_once, compile_with, fingerprint, import_library
+from headgate.compiling import (
+    PREBUILT,
+    PYTHON_ABI,
+    NotCompiled,
+    build_once,
+    compile_with,
+    fingerprint,
+    import_library,
+    load_prebuilt,
+)
 from headgate.contract.journal import DATA, DONE, FAILURE, PLAIN_FINISH, PLAIN_PROMPT, PLAIN_TOKENS, are_plain
 from headgate.router.data_path.outbox import Outbox
 from headgate.router.exchange.journal import Journal
@@ -29,6 +38,7 @@ from headgate.router.exchange.journal import Journal
 T = TypeVar("T")
 
 MODULE: Final = "_headgate_fast_path"
+FILE: Final = f"{MODULE}.so"
 SOURCE: Final = Path(__file__).with_name("fast_path.c")
 COMPILE_S: Final = 60.0
 FLAGS: Final = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -300,7 +310,7 @@ PYTHON: Final = FastPath(
 
 
 def compiled(compiler: str = "cc", cache: Path | None = None) -> FastPath | NotCompiled:
-    """Return the functions of `fast_path.c`; compile them unless the cache has the library."""
+    """Return the functions of `fast_path.c`; compile them unless the wheel or the cache has the library."""
     library = _load(compiler, cache)
     if isinstance(library, NotCompiled):
         return library
@@ -324,12 +334,26 @@ def default_cache() -> Path:
 
 def library_in(cache: Path) -> Path:
     """Return the path of the compiled library, whether it exists or not."""
-    return cache / fingerprint([SOURCE], FLAGS, sys.version, sysconfig.get_platform()) / f"{MODULE}.so"
+    return cache / fingerprint([SOURCE], FLAGS, sys.version, sysconfig.get_platform()) / FILE
+
+
+def prebuilt_in(folder: Path) -> Path:
+    """Return the path of the library in a wheel's folder, whether it exists or not."""
+    return folder / fingerprint([SOURCE], FLAGS, PYTHON_ABI, sysconfig.get_platform()) / FILE
+
+
+def found_library() -> Path:
+    """Return the path of the library that is loaded, whether it exists or not."""
+    prebuilt = prebuilt_in(PREBUILT)
+    return prebuilt if prebuilt.exists() else library_in(default_cache())
 
 
 def _load(compiler: str, cache: Path | None) -> Any:
     """Return the extension module, or `NotCompiled`."""
     try:
+        prebuilt = load_prebuilt(MODULE, prebuilt_in(PREBUILT))
+        if prebuilt is not None:
+            return prebuilt
         library = library_in(cache or default_cache())
         return build_once(library, partial(_build, compiler)) or import_library(MODULE, library)
     except (OSError, ImportError, RuntimeError) as error:  # RuntimeError: no home directory, hence no cache
