@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headgate.api.registration import Heartbeats, reachable_from
+from headgate.cli import WRONG_USE, main
 from headgate.client import Fleet
 from headgate.config import Registration, ServerConfig
 from headgate.httpclient import HttpAddress
@@ -65,6 +66,28 @@ def test_a_worker_is_added_changes_its_role_and_is_removed_by_its_address(router
 def test_an_invalid_worker_is_refused(router: LiveRouter, body: dict, param: str):
     refused = router.post("/v1/workers", body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "a worker's address is http://HOST:PORT, not 'nonsense'"),
+        (["http://a:1=boss"], "the role of worker http://a:1 must be one of mixed, prefill, decode, not boss"),
+        (["http://a:1="], "the role of worker http://a:1 must be one of mixed, prefill, decode, not empty"),
+        (["--workers", "none"], "the workers in none cannot be read: No such file or directory"),
+        (["--workers", "bytes"], "the workers in bytes cannot be read: the file is not UTF-8 text"),
+        (["--workers", "three"], "three, line 2: a worker is URL or URL ROLE, not http://a:1 mixed x"),
+        (["--workers", "boss"], "boss, line 1: the role of worker http://a:1 must be one of mixed, prefill, decode"),
+        (["--worker-key", ""], "--worker-key is empty; give it a key or leave it out"),
+    ],
+)
+def test_invalid_workers_of_a_router_are_reported_in_one_sentence(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("bytes").write_bytes(b"\xff\xfe")
+    Path("three").write_text("# one\nhttp://a:1 mixed x\n")
+    Path("boss").write_text("http://a:1 boss\n")
+    assert main(["route", "--port", "0", *arguments], {}) == WRONG_USE
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"headgate: {message}")
 
 
 def test_a_workers_file_with_an_invalid_line_is_applied_once_it_is_corrected(

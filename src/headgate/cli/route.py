@@ -29,7 +29,13 @@ def add_route(command: argparse.ArgumentParser) -> None:
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)  # see headgate serve
 
     add = command.add_argument_group("load balancing").add_argument
-    add("--policy", choices=POLICIES, default="cache_aware", metavar="NAME", help=f"{', '.join(POLICIES)}")
+    add(
+        "--policy",
+        choices=POLICIES,
+        default="cache_aware",
+        metavar="NAME",
+        help=f"{', '.join(POLICIES)} (cache_aware)",
+    )
     add(
         "--prefill-policy",
         choices=POLICIES,
@@ -107,7 +113,7 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         end_with_parent()
     keys, admin_key = read_keys(options, environ)
     config = RouteConfig(
-        workers=tuple(parse_worker(text.replace("=", " ", 1), "worker") for text in options.worker),
+        workers=tuple(map(parse_worker, options.worker)),
         workers_file=options.workers,
         host=options.host,
         tls=listener_tls(options),
@@ -127,13 +133,20 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         drain_timeout_s=options.drain_timeout,
         api_keys=keys,
         admin_key=admin_key,
-        worker_key=options.worker_key or checked_key(environ.get("HEADGATE_WORKER_KEY"), "HEADGATE_WORKER_KEY"),
+        worker_key=worker_key(options, environ),
         log_format=options.log_format,
         log_level=options.log_level,
     )
     with take_port(options.host, checked_port(options.port)) as listener:
         run_router(config, listener, __version__, announce)
     return 0
+
+
+def worker_key(options: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
+    """Return the key of the workers. The flag takes precedence over the environment."""
+    if options.worker_key is not None:
+        return checked_key(options.worker_key, "--worker-key")
+    return checked_key(environ.get("HEADGATE_WORKER_KEY"), "HEADGATE_WORKER_KEY")
 
 
 def worker_tls(options: argparse.Namespace) -> TlsFiles:

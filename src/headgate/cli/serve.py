@@ -81,7 +81,7 @@ def add_serve(command: CommandParser) -> None:
         choices=("text", "json"),
         default="text",
         metavar="FORMAT",
-        help="text or json (default: text)",
+        help="text or json (text)",
     )
     add(
         "--log-level",

@@ -63,7 +63,13 @@ def add_up(command: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
-    add("--policy", choices=POLICIES, default="cache_aware", metavar="NAME", help=f"{', '.join(POLICIES)}")
+    add(
+        "--policy",
+        choices=POLICIES,
+        default="cache_aware",
+        metavar="NAME",
+        help=f"{', '.join(POLICIES)} (cache_aware)",
+    )
     add_listener_tls(add)
 
     add = command.add_argument_group("each server (see headgate serve)").add_argument

@@ -58,7 +58,7 @@ async def route(
         router = Router(config, fast_path=fast_path)
         async with serving(router, listener, version) as url:
             spare_the_collector()
-            announce(url, [repr(worker) for worker in router.fleet])
+            announce(url, [f"{worker.url} ({worker.role}, {worker.state})" for worker in router.fleet])
             signals.on_stop = router.hurry
             await signals.first()
             await router.drain()
@@ -149,21 +149,36 @@ def read_workers(path: Path) -> list[WorkerAddress]:
     """Read lines of `URL [role]`. Empty lines and those that start with # are skipped."""
     try:
         lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"the workers in {path} cannot be read: {error}") from None
-    return [parse_worker(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if _is_entry(line)]
+    except OSError as error:
+        raise RequestError(f"the workers in {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"the workers in {path} cannot be read: the file is not UTF-8 text") from None
+    return [_parse_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if _is_entry(line)]
 
 
 def _is_entry(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
-def parse_worker(text: str, where: str) -> WorkerAddress:
+def _parse_line(line: str, where: str) -> WorkerAddress:
+    url, *rest = line.split()
+    if len(rest) > 1:
+        raise RequestError(f"{where}: a worker is URL or URL ROLE, not {line.strip()}")
+    return worker_address(url, *rest, where=f"{where}: ")
+
+
+def parse_worker(argument: str) -> WorkerAddress:
+    """Read an argument `URL` or `URL=ROLE`."""
+    url, equals, role = argument.partition("=")
+    return worker_address(url, role) if equals else worker_address(url)
+
+
+def worker_address(url: str, role: str = "mixed", *, where: str = "") -> WorkerAddress:
     from headgate.contract.fleet import ROLES
     from headgate.router.fleet.fleet import checked_url
 
-    url, *rest = text.split()
-    role = rest[0] if rest else "mixed"
-    if len(rest) > 1 or role not in ROLES:
-        raise RequestError(f"{where}: a worker is `URL [{'|'.join(ROLES)}]`, not {text.strip()!r}")
+    if role not in ROLES:
+        raise RequestError(
+            f"{where}the role of worker {url} must be one of {', '.join(ROLES)}, not {role or 'empty'}"
+        )
     return WorkerAddress(url=checked_url(url), role=role)

@@ -53,7 +53,7 @@ class PrefillRequest(Reader):
             self._no_ticket(WorkerLost("its response has no ticket"))
 
     def ended(self) -> None:
-        self._no_ticket(NoTicket(f"it answered {self._status}: {self._body[:200]!r}"))
+        self._no_ticket(NoTicket(f"it answered {self._status}: {self._body[:200].decode('utf-8', 'replace')}"))
         self._end()
 
     def lost(self, why: str) -> None:
