@@ -287,6 +287,7 @@ API_TITLES: dict[Api, str] = {
     "chat": "chat",
     "completions": "completions",
     "responses": "responses",
+    "messages": "messages",
     "sglang": "SGLang",
     "vllm": "vLLM",
 }

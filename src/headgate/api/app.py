@@ -23,6 +23,7 @@ from headgate.api.generate import embeddings
 from headgate.api.generate.chat import chat_completions
 from headgate.api.generate.completions import completions
 from headgate.api.generate.idempotency import Replays
+from headgate.api.generate.messages import count_tokens, messages
 from headgate.api.generate.responses import responses
 from headgate.api.generate.tokenize import detokenize, tokenize
 from headgate.api.host import ServerContext
@@ -54,6 +55,8 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     generation_ops.SCORE: embeddings.score,
     generation_ops.RERANK: embeddings.rerank,
     generation_ops.RERANK_V1: embeddings.rerank,
+    generation_ops.MESSAGES: messages,
+    generation_ops.COUNT_TOKENS: count_tokens,
     generation_ops.TOKENIZE: tokenize,
     generation_ops.DETOKENIZE: detokenize,
     status_ops.MODELS: list_models,

@@ -15,7 +15,7 @@ from headgate.errors import RequestError
 from headgate.protocol.command import DEFAULT_TIMEOUT_S
 
 # Answers contain the request id with one of these prefixes; clients may abort by either form.
-PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 MOST_NAMES = 1 << 14  # per call, because each name is looked up on the event loop
 UNREAD = "it has ended and holds no blocks; its client has not read the end"

@@ -58,6 +58,7 @@ TOKENS = "no other choice of tokens is implemented"
 CUT = "long prompts are refused, never cut"
 OUTPUT = "not returned"
 RENDER = "applies to vLLM's render calls"
+KEEPS_ALL: Final = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     # Reasoning.
@@ -105,6 +106,11 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("modalities", ("sglang",), MEDIA, None),
     *_fields("features content_parts", ("vllm",), MEDIA, ([],)),
     *_fields("media_io_kwargs mm_processor_kwargs", OPENAI, MEDIA, ({},)),
+    *_fields("mcp_servers", ("messages",), "clients call tools", ([],)),
+    *_fields("container", ("messages",), "clients call tools"),
+    *_fields("cache_control", ("messages",), "prefixes are cached in any case", None),
+    *_fields("context_management", ("messages",), "prompts are not changed", ({}, {"edits": []}, KEEPS_ALL)),
+    *_fields("speed", ("messages",), "there is one speed", ("standard",)),
     # Adapters, KV, sessions, placement.
     *_fields("lora_path", (*CHOICES, "sglang"), WEIGHTS),
     *_fields("lora_id", ("sglang",), WEIGHTS),

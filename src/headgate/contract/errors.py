@@ -1,4 +1,5 @@
-"""HTTP errors. All have OpenAI's body: `{"error": {"message", "type", "param", "code"}}`.
+"""HTTP errors. They have OpenAI's body, `{"error": {"message", "type", "param", "code"}}`, unless the operation declares
+another `ErrorFormat` (`contract/error_answers.py`).
 
 Handlers raise; the gate around them answers (`edge/gate.py`). A stream that has begun can no longer change its status, so
 it sends `error_body` as its last event. Our own messages tell the caller what to do. An unexpected exception is logged
@@ -8,6 +9,7 @@ with its traceback, and its body contains only the request id.
 from __future__ import annotations
 
 import logging
+from typing import Any, Protocol
 
 import msgspec
 
@@ -73,8 +75,28 @@ class Problem(msgspec.Struct, frozen=True):
     code: str | None
 
 
+class ErrorFormat(Protocol):
+    """How an API writes errors."""
+
+    @classmethod
+    def of(cls, error: BaseException, request_id: str) -> Any:
+        """The body, as a struct."""
+
+    @staticmethod
+    def event(body: bytes) -> bytes:
+        """The event that reports an error in a stream."""
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     error: Problem
+
+    @classmethod
+    def of(cls, error: BaseException, request_id: str) -> ErrorBody:
+        return cls(problem_of(error, request_id))
+
+    @staticmethod
+    def event(body: bytes) -> bytes:
+        return b"data: %b\n\n" % body
 
 
 _encoder = msgspec.json.Encoder()
@@ -91,7 +113,7 @@ def status_of(error: BaseException) -> int:
 
 def error_body(error: BaseException, request_id: str = "") -> bytes:
     """The JSON body that reports `error` to the caller. Log the error first if it is a bug of ours."""
-    return _encoder.encode(ErrorBody(problem_of(error, request_id)))
+    return _encoder.encode(ErrorBody.of(error, request_id))
 
 
 def problem_of(error: BaseException, request_id: str = "") -> Problem:

@@ -35,6 +35,7 @@ WITHHELD: Final = b":m "
 BOUND: Final = b":+\n"
 DATA: Final = b"data: "  # an event of the answer
 DONE: Final = b"[DONE]"
+MESSAGE_STOP: Final = b"event: message_stop\n"  # the first line of the last event, in streams of the Messages API
 GAP: Final = b"\n\n"
 
 # The most digits of a number that the fast readers accept. Longer numbers are left to the slower readers.
@@ -176,6 +177,8 @@ def failure_line(status: int) -> bytes:
 
 def bind(events: bytes) -> bytes:
     """Several events as one unit, because the position of the client between them would be unknown."""
+    if events.count(GAP) < 2:
+        return events
     *firsts, last, _ = events.split(GAP)
     return b"".join([BOUND + first + GAP for first in firsts]) + last + GAP
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
 import msgspec
 
-from headgate.contract.errors import ErrorBody
 from headgate.contract.operations.operation import ERRORS, Operation
 from headgate.contract.operations.table import ON_ROUTERS, ON_SERVERS
 
@@ -52,9 +51,9 @@ def describe(title: str, version: str, operations: Iterable[Operation]) -> dict[
     }
 
 
-def _types(operations: Iterable[Operation]) -> list[Any]:
+def _types(operations: Sequence[Operation]) -> list[Any]:
     used = [kind for operation in operations for kind in (operation.body, operation.answer) if kind is not None]
-    return [*dict.fromkeys(used), ErrorBody]
+    return list(dict.fromkeys([*used, *(operation.error for operation in operations)]))
 
 
 def _operation(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def _responses(operation: Operation, named: dict[str, Any]) -> dict[str, Any]:
         responses["202"] = {"description": "Accepted; not complete yet", "content": content}
     if operation.answers_503:
         responses["503"] = {"description": "Not ready or not healthy", "content": content}
-    error = {"application/json": {"schema": named[repr(ErrorBody)]}}
+    error = {"application/json": {"schema": named[repr(operation.error)]}}
     for status in sorted(operation.errors):
         responses.setdefault(str(status), {"description": ERRORS[status], "content": error})
     return responses

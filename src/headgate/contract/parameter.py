@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, get_args, get_type_hints
 import msgspec
 from msgspec import NODEFAULT
 
-Api = Literal["chat", "completions", "responses", "sglang", "vllm"]
+Api = Literal["chat", "completions", "responses", "messages", "sglang", "vllm"]
 APIS: tuple[Api, ...] = get_args(Api)
 
 # ------------------------------------------------------------------------------------------------------- allowed values

@@ -38,7 +38,7 @@ from headgate.contract.parameter import (
 
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 2**18
-WITH_CHOICES: tuple[Api, ...] = ("chat", "completions", "sglang", "vllm")  # all but the responses API
+WITH_CHOICES: tuple[Api, ...] = ("chat", "completions", "sglang", "vllm")  # APIs with a choice of `n` and penalties
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -281,6 +281,7 @@ class TextParams(msgspec.Struct, frozen=True, kw_only=True):
             summary="A text, or a list of texts, that ends the answer where it occurs.",
             json=StopString | Annotated[list[StopString], Meta(max_length=32)],
             read=lambda value: (value,) if isinstance(value, str) else tuple(value),
+            names={"messages": ("stop_sequences",)},
         ),
     ] = ()
     skip_special_tokens: Annotated[
@@ -332,11 +333,13 @@ def accepts(*apis: Api) -> Callable[[type[Body]], type[Body]]:
     return extended
 
 
-# SGLang's and vLLM's requests are converted to completions, and those of the responses API to chat requests.
+# SGLang's and vLLM's requests are converted to completions, and those of the responses and messages APIs to chat
+# requests.
 Native = Literal["chat", "completions"]
 SGLANG_TO_COMPLETIONS = translation(PARAMETERS, "sglang", "completions")
 VLLM_TO_COMPLETIONS = translation(PARAMETERS, "vllm", "completions")
 RESPONSES_TO_CHAT = translation(PARAMETERS, "responses", "chat")
+MESSAGES_TO_CHAT = translation(PARAMETERS, "messages", "chat")
 
 _SAMPLING_READERS = {api: readers_of(SAMPLING, api) for api in get_args(Native)}
 _TEXT_READERS = {api: readers_of(TEXT, api) for api in get_args(Native)}

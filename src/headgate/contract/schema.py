@@ -27,7 +27,7 @@ Tags = Annotated[dict[TagText, Annotated[str, Meta(max_length=128)]], Meta(min_l
 Object = dict[str, Any]
 
 
-@accepts("chat", "completions", "responses")
+@accepts("chat", "completions", "responses", "messages")
 class Common(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that requests set most often; the first fields of a struct are decoded fastest. None: the default."""
 
@@ -65,7 +65,7 @@ class ResumeState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Generation(Harmless, kw_only=True, forbid_unknown_fields=True):
-    """Extensions to OpenAI's API that chat, completions and responses share."""
+    """Extensions to the APIs of OpenAI and Anthropic: chat, completions, responses and messages share them."""
 
     request_id: Name | None = None
     tags: Tags | None = None

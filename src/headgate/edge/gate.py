@@ -2,7 +2,7 @@
 
 It assigns the request id, authenticates the caller, and converts exceptions to responses. It is one ASGI layer
 instead of a middleware stack, because every layer would cost one more call per streamed token. Handlers raise
-`RequestError`s and Starlette's exceptions; `contract/errors.py` defines the body of every error response.
+`RequestError`s and Starlette's exceptions; `contract/error_answers.py` defines the body of every error response.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headgate.errors import HeadgateError, RequestError
 
 log = logging.getLogger(__name__)
 
-Respond = Callable[[BaseException, str], Response]  # takes an error and the request's id
+Respond = Callable[[BaseException, str, str], Response]  # takes an error, the request's id and its path
 
 
 def caller_of(request: Request) -> Caller:
@@ -88,7 +88,7 @@ class Gate:
             log.debug("%s: %s %s answered %d: %s", id, scope["method"], scope["path"], status, error)
         if isinstance(error, RequestError):
             self._refused(error)
-        await self._respond(error, id)(scope, receive, answer.send)
+        await self._respond(error, id, scope["path"])(scope, receive, answer.send)
 
 
 class _GatedResponse:

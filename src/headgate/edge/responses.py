@@ -9,12 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from headgate.contract.errors import MethodNotAllowed, NotFound, error_body, error_headers, status_of
+from headgate.contract.error_answers import error_body_at
+from headgate.contract.errors import MethodNotAllowed, NotFound, error_headers, status_of
 from headgate.errors import RequestError
 
 
-def error_response(error: BaseException, request_id: str = "") -> Response:
-    body, headers = error_body(error, request_id), error_headers(error)
+def error_response(error: BaseException, request_id: str = "", path: str = "") -> Response:
+    body, headers = error_body_at(path, error, request_id), error_headers(error)
     return Response(body, status_of(error), headers, media_type="application/json")
 
 

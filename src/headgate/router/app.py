@@ -301,8 +301,10 @@ def _probe(ok: bool, body: dict[str, Any]) -> Response:
     return JSONResponse(body, 200 if ok else 503, None if ok else {"retry-after": str(RETRY_AFTER_S)})
 
 
-def _error_answer(error: BaseException, request_id: str) -> Response:
-    return _partial_answer(error, request_id) if isinstance(error, Partial) else error_response(error, request_id)
+def _error_answer(error: BaseException, request_id: str, path: str) -> Response:
+    return (
+        _partial_answer(error, request_id) if isinstance(error, Partial) else error_response(error, request_id, path)
+    )
 
 
 def _partial_answer(error: Partial, request_id: str) -> Response:

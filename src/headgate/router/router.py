@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Headgate workers send keep-alives while they compute these.
-JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions"))
+JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages"))
 KEEP_ALIVE_S = 10.0
 SESSION_HEADERS = (b"x-session-id", b"x-smg-routing-key", b"x-routing-key")  # the first one given counts
 REFRESH_INTERVAL_S = 0.1  # least time between two rounds of probes for requests that would be refused as paused
@@ -129,7 +129,8 @@ class Router:
                 facts = head.memo[HeadFacts] = self._read_head(head)
             return self._relay(client, request, facts)
         except RequestError as error:
-            client.write(error_answer(error, [(ids.HEADER, self._id_of_refused(head).encode())]))
+            id = self._id_of_refused(head)
+            client.write(error_answer(error, [(ids.HEADER, id.encode())], path=head.path, request_id=id))
             client.finished()
             return None
 

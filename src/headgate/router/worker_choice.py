@@ -23,7 +23,7 @@ from headgate.router.fleet.prefix_index import Match, Path, PrefixIndex, WorkerP
 from headgate.router.fleet.worker import Worker
 
 # Paths on which Headgate workers accept `export_kv` and `kv_ticket`.
-EXPORTING: Final = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"))
+EXPORTING: Final = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
 MAX_KEYS: Final = 10_000  # most remembered Idempotency-Keys, each with the worker that has its answer
 
 

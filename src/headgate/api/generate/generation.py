@@ -239,7 +239,8 @@ class ChoiceText:
             return piece, None
         self._owe(piece, resumed.delivered_chars)
         if self.stopped:
-            finish = Finish("stop", "stop_string", len(self._job.request.prompt), 0, self._output_tokens)
+            counts = len(self._job.request.prompt), 0, self._output_tokens
+            finish = Finish("stop", "stop_string", *counts, self._stops.matched or "")
         piece.finish = None
         return piece, None if finish is None else Piece(self._take_owed(), finish=finish)
 

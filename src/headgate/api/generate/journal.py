@@ -7,7 +7,7 @@ requested only OpenAI's values (`X-OpenAI-Strict`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import inf
 
@@ -15,12 +15,13 @@ from starlette.requests import Request
 
 from headgate.api.generate.answer_format import AnswerFormat, ResumableFormat
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
-from headgate.api.generate.wire import error_event
 from headgate.contract import journal
 from headgate.contract.errors import status_of
 from headgate.contract.journal import HEADER, RESCHEDULED, bind, is_movable, token_lines, withhold
 from headgate.edge.sse import ResponseWriter
 from headgate.errors import EngineDead, HeadgateError, RequestError
+
+Report = Callable[[HeadgateError], bytes]  # the event that reports an error
 
 WHOLE_EVERY_S = 0.05  # how often the journal of a complete answer is sent while it is generated
 
@@ -67,7 +68,7 @@ class StreamJournal:
             await self._writer.send_event(block if event else block + b"\n")
 
     def _finish(self, job: ChoiceJob, piece: Piece, event: bytes) -> bytes:
-        return event if piece.finish is None else finish_line(job, piece) + bind(event)
+        return finish_line(job, piece) + bind(event)
 
     def _prime(self, job: ChoiceJob, piece: Piece) -> None:
         assert isinstance(self._format, ResumableFormat)
@@ -85,8 +86,10 @@ class StreamJournal:
 class WholeJournal:
     """Writes a complete answer with its journal: token lines while it is generated, then the answer as one event."""
 
-    def __init__(self, answer_format: AnswerFormat, writer: ResponseWriter, jobs: Sequence[ChoiceJob]) -> None:
-        self._format, self._writer, self._jobs = answer_format, writer, jobs
+    def __init__(
+        self, answer_format: AnswerFormat, writer: ResponseWriter, jobs: Sequence[ChoiceJob], report: Report
+    ) -> None:
+        self._format, self._writer, self._jobs, self._report = answer_format, writer, jobs, report
         self._answers = {job.index: Piece() for job in jobs}
         self._opening = prompt_line(jobs)
         self._lines = b""
@@ -116,7 +119,7 @@ class WholeJournal:
     async def fail(self, error: HeadgateError) -> None:
         if self._lines:
             await self._writer.send_event(self._take_lines() + b"\n")
-        await self._writer.end(failure(error, error_event(error)))
+        await self._writer.end(failure(error, self._report(error)))
 
     def _take_lines(self) -> bytes:
         lines, self._opening, self._lines = self._opening + self._lines, b"", b""

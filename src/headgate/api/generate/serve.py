@@ -27,6 +27,7 @@ from headgate.api.generate.kept_kv import KvOffer, asks_to_keep
 from headgate.api.generate.load_header import LoadHeader, load_header_of
 from headgate.api.state import Api, api_of
 from headgate.contract.control import LEAST_VERSION_HEADER, version_in
+from headgate.contract.error_answers import error_event_at
 from headgate.contract.errors import WARNING_HEADER, NotFound
 from headgate.contract.journal import HEADER
 from headgate.contract.sampling import set_if_absent
@@ -59,6 +60,7 @@ class RequestContext:
     stream: bool
     strict: bool  # use only values that OpenAI's API has
     created: int
+    path: str = ""  # of its API
     tags: Mapping[str, str] = field(default_factory=dict)
     journal: bool = False  # write a journal, so that another server can continue
     recompute: bool = False  # recompute after a preemption instead of returning the request once more
@@ -97,6 +99,7 @@ def exchange(request: Request, body: Generation, kind: str, choices: int, prepar
         stream=bool(body.stream),
         strict=request.headers.get("x-openai-strict", "").lower() == "true",
         created=int(time.time()) if asked_s is None else asked_s,
+        path=request.scope["path"],
         tags=body.tags or {},
         journal=asked_s is not None,
         recompute=request.headers.get(ON_PREEMPT) == "recompute",
@@ -245,7 +248,11 @@ async def _journal(
 ) -> None:
     writer.headers.append((HEADER.lower().encode(), b"1"))
     journal = (
-        StreamJournal(answer_format, writer, jobs) if context.stream else WholeJournal(answer_format, writer, jobs)
+        StreamJournal(answer_format, writer, jobs)
+        if context.stream
+        else WholeJournal(
+            answer_format, writer, jobs, partial(error_event_at, context.path, request_id=context.request_id)
+        )
     )
     try:
         async with writer.kept_alive(api.settings.keep_alive_s):

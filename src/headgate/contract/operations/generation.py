@@ -1,11 +1,19 @@
-"""Operations that generate tokens or convert between tokens and text, under OpenAI's paths and our own."""
+"""Operations that generate tokens, or convert between tokens and text: the paths of OpenAI and Anthropic, and ours."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from headgate.contract.answers import ChatCompletion, Detokenized, TextCompletion, Tokenized
+from headgate.contract.messages import (
+    CountTokensRequest,
+    MessageErrorBody,
+    MessageObject,
+    MessagesRequest,
+    TokenCount,
+)
 from headgate.contract.operations.operation import GENERATED, POSTED, Access, Operation, Relay
 from headgate.contract.responses import ResponseObject
 from headgate.contract.schema import (
@@ -51,6 +59,26 @@ RESPONSES: Final = _generation(
     "Generate the next message of a conversation, with OpenAI's Responses API; nothing is stored",
     ResponsesRequest,
     ResponseObject,
+)
+MESSAGES: Final = replace(
+    _generation(
+        "/v1/messages",
+        "Generate the next message of a conversation, with Anthropic's Messages API",
+        MessagesRequest,
+        MessageObject,
+    ),
+    error=MessageErrorBody,
+)
+COUNT_TOKENS: Final = Operation(
+    method="POST",
+    path="/v1/messages/count_tokens",
+    summary="Count the tokens of the prompt of a Messages API request",
+    body=CountTokensRequest,
+    answer=TokenCount,
+    errors=POSTED,
+    error=MessageErrorBody,
+    access=Access.TENANT,
+    fan_out=Relay(),
 )
 EMBEDDINGS: Final = _pooled("/v1/embeddings", "Compute the vectors of texts", EmbeddingRequest, EmbeddingList)
 SCORE: Final = _pooled("/v1/score", "Compute the similarity of pairs of texts", ScoreRequest, ScoreList)

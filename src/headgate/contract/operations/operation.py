@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal
 
+from headgate.contract.errors import ErrorBody, ErrorFormat
+
 ERRORS: Final = {
     400: "The request is malformed or a value is out of range; `param` names the field",
     401: "The API key is missing or unknown",
@@ -79,6 +81,7 @@ class Operation:
     router_body: Any = None  # a type, if a router takes a different body
     answer: Any = None  # a type; str: plain text; None: no body
     errors: tuple[int, ...] = ANY
+    error: type[ErrorFormat] = ErrorBody
     generates: bool = False  # counts against the limit of requests in flight, and may answer with an event stream
     restarts: bool = False  # an answer that moves to another worker starts anew, instead of being resumed
     answers_503: bool = False  # may answer 503, with the same body as 200

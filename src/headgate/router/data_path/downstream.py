@@ -16,7 +16,8 @@ from urllib.parse import unquote
 import httptools
 import msgspec
 
-from headgate.contract.errors import error_body, error_headers
+from headgate.contract.error_answers import error_body_at
+from headgate.contract.errors import error_headers
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow, limit_tls_buffer
 from headgate.errors import RequestError
 from headgate.router.data_path.fast_path import PYTHON, EventPipe, FastPath, request_head
@@ -400,8 +401,15 @@ def answer_head(status: int, headers: Headers) -> bytes:
     return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, REASONS.get(status, b"Unknown"), lines)
 
 
-def error_answer(error: RequestError, headers: Headers = [], *, keep_alive: bool = True) -> bytes:  # noqa: B006
-    body = error_body(error)
+def error_answer(
+    error: RequestError,
+    headers: Headers = [],  # noqa: B006
+    *,
+    path: str = "",
+    request_id: str = "",
+    keep_alive: bool = True,
+) -> bytes:
+    body = error_body_at(path, error, request_id)
     lines: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if not keep_alive:
         lines.append((b"connection", b"close"))

@@ -17,6 +17,7 @@
 #define JOURNAL_BOUND ":+\n"
 #define JOURNAL_DATA "data: "
 #define JOURNAL_DONE "[DONE]"
+#define JOURNAL_MESSAGE_STOP "event: message_stop\n"
 #define JOURNAL_GAP "\n\n"
 #define JOURNAL_VERSION_DIGITS 18
 #define JOURNAL_COUNT_DIGITS 12
@@ -363,6 +364,7 @@ static PyObject *pipe_take(Pipe *self, PyObject *data) {
     const char *next;
     if (!chunk(framed.at, framed.end, &content, &next) || next != framed.end || !are_plain(content)) Py_RETURN_FALSE;
     if (FIND(content.at, content.end, JOURNAL_DONE) || FIND(content.at, content.end, JOURNAL_FAILURE)) Py_RETURN_FALSE;
+    if (FIND(content.at, content.end, JOURNAL_MESSAGE_STOP)) Py_RETURN_FALSE;
     if (pipe_keep(self, content) < 0 || pipe_send(self, data) < 0) return NULL;
     self->heard = 1;
     Py_RETURN_TRUE;
@@ -449,7 +451,7 @@ static const struct {
     {"request_id", RARE},   {"n", RARE},              {"deadline_ms", RARE}, {"cache_salt", RARE},
     {"rid", RARE},          {"logprobs", RARE},       {"return_logprob", RARE}, {"session_id", RARE},
     {"user", RARE},         {"tools", RARE},          {"instructions", RARE}, {"prompt_logprobs", RARE},
-    {"sampling_params", RARE},
+    {"sampling_params", RARE}, {"system", RARE},
 };
 
 // RARE also for a name with escapes.

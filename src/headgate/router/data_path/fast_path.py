@@ -31,7 +31,16 @@ from headgate.compiling import (
     import_library,
     load_prebuilt,
 )
-from headgate.contract.journal import DATA, DONE, FAILURE, PLAIN_FINISH, PLAIN_PROMPT, PLAIN_TOKENS, are_plain
+from headgate.contract.journal import (
+    DATA,
+    DONE,
+    FAILURE,
+    MESSAGE_STOP,
+    PLAIN_FINISH,
+    PLAIN_PROMPT,
+    PLAIN_TOKENS,
+    are_plain,
+)
 from headgate.router.data_path.outbox import Outbox
 from headgate.router.exchange.journal import Journal
 
@@ -152,7 +161,7 @@ class PythonPipe:
         if line is None or len(data) != line.end() + int(line[1], 16) + 2 or data[-2:] != b"\r\n":
             return False
         events = data[line.end() : -2]
-        if not are_plain(events) or DONE in events or FAILURE in events:
+        if not are_plain(events) or DONE in events or MESSAGE_STOP in events or FAILURE in events:
             return False
         self._feed(events)
         if self._transport in self._outbox.writes:

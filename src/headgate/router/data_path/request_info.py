@@ -45,6 +45,7 @@ class _Body(msgspec.Struct, gc=False):
     # Fields whose content precedes the prompt in the input of the model.
     tools: msgspec.Raw = _NONE
     instructions: msgspec.Raw = _NONE
+    system: msgspec.Raw = _NONE
     # The prompt, under the names that OpenAI, SGLang, vLLM and TRL give it.
     messages: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
@@ -98,13 +99,17 @@ def read_request_info(
         fields.request_id or (_name(fields.rid) if fields.rid else None),
         session.encode() if session else bytes(fields.session_id or fields.user),
         (fields.n or 1) * (1 if chat else _prompts_in(prompt)),
-        hash((path, fields.model, bytes(fields.tools), bytes(fields.instructions), fields.cache_salt, tenant)),
+        hash((path, fields.model, bytes(fields.tools), _instructions(fields), fields.cache_salt, tenant)),
         prompt,
         chat,
         estimate_tokens(prompt),
         _has_logprobs(fields) or path in RESTARTED,
         fields.deadline_ms,
     )
+
+
+def _instructions(fields: _Body) -> bytes:
+    return bytes(fields.instructions or fields.system)
 
 
 def _has_logprobs(fields: _Body) -> bool:

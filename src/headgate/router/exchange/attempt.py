@@ -22,6 +22,7 @@ from headgate.contract.errors import WARNING_HEADER
 from headgate.contract.journal import (
     BOUND,
     DATA,
+    MESSAGE_STOP,
     RAW_HEADER,
     RESCHEDULED,
     TOKENS,
@@ -66,7 +67,9 @@ ANSWER_OWN = HOP_BY_HOP | {b"content-length", b"x-request-id", RAW_HEADER, b"x-h
 PASSED = (LOAD, WARNING_HEADER)  # of a worker's answer, with a journal: the load report and a warning
 JSON: Headers = [(b"content-type", b"application/json")]
 DONE = b"data: [DONE]\n\n"
-DONES = DONE, b"data: [DONE]\r\n\r\n"
+STOP = MESSAGE_STOP + b'data: {"type":"message_stop"}\n\n'
+ENDS = DONE, STOP  # of streams with a journal
+FOREIGN_ENDS = *ENDS, b"data: [DONE]\r\n\r\n"
 REPLAYED = b"idempotent-replayed"  # marks an answer stored for an Idempotency-Key, perhaps made with older weights
 PAUSED = b'"code":"paused"'  # never matches inside a JSON string, where quotes are escaped
 
@@ -224,7 +227,7 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
         self._finish(self._ending())
 
     def lost(self, why: str) -> None:
-        complete = self._form in (AnswerForm.EVENTS, AnswerForm.FOREIGN_EVENTS) and self._last.endswith(DONES)
+        complete = self._form in (AnswerForm.EVENTS, AnswerForm.FOREIGN_EVENTS) and self._last.endswith(FOREIGN_ENDS)
         self._finish(Streamed(self._before + self._last) if complete else Lost(why))
 
     # -- bytes ----------------------------------------------------------------------
@@ -331,7 +334,7 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
             return Answered(self.status, self._headers, b"".join(self._body))
         if self._form is AnswerForm.JOURNALLED:
             return whole_answer(b"".join(self._body), self._passed) or Lost("its answer ended early")
-        if self._form is AnswerForm.EVENTS and not (self._last.endswith(DONE) or failed_with(self._last)):
+        if self._form is AnswerForm.EVENTS and not (self._last.endswith(ENDS) or failed_with(self._last)):
             return Lost("its answer ended early")
         return Streamed()
 

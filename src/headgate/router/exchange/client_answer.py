@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headgate.contract.errors import error_body
-from headgate.contract.event_json import escaped
+from headgate.contract.error_answers import as_error_event, error_event_at
 from headgate.errors import RequestError
 from headgate.router.data_path.downstream import Downstream, answer_head, error_answer
 from headgate.router.data_path.upstream import Headers
@@ -24,6 +23,7 @@ WHOLE = (
 class ClientAnswer(msgspec.Struct, eq=False):  # created per request; cheaper than a class with `__init__`
     _client: Downstream
     id: str  # the request's id
+    path: str
     chunked: bool  # a stream is sent in chunks, which HTTP/1.0 lacks
     _begun: bool = False  # the head of a stream was sent
 
@@ -57,7 +57,7 @@ class ClientAnswer(msgspec.Struct, eq=False):  # created per request; cheaper th
 
     def send_whole(self, worker: Worker | None, answer: Answered) -> None:
         if self._begun:  # keep-alive comments were sent before this refusal
-            return self.send_stream(worker, b"data: %b\n\n" % escaped(answer.body.replace(b"\n", b" ")))
+            return self.send_stream(worker, as_error_event(self.path, answer.body.replace(b"\n", b" ")))
         if answer.headers is JSON and answer.status == 200 and worker is not None:
             name = worker.name.encode()
             self._client.write(WHOLE % (len(answer.body), self.id.encode(), name, answer.body))
@@ -72,9 +72,9 @@ class ClientAnswer(msgspec.Struct, eq=False):  # created per request; cheaper th
         if self._client.gone:
             return
         if self._begun:
-            self.send_stream(None, b"data: %b\n\n" % escaped(error_body(error, self.id)))
+            self.send_stream(None, error_event_at(self.path, error, self.id))
         else:
-            self._client.write(error_answer(error, self._names(None)))
+            self._client.write(error_answer(error, self._names(None), path=self.path, request_id=self.id))
             self._client.finished()
 
     def _names(self, worker: Worker | None) -> Headers:

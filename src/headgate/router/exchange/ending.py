@@ -12,10 +12,21 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from msgspec import structs
 
 from headgate.contract.errors import Problem, cut_short, error_body, problem_of
 from headgate.contract.event_json import encode
 from headgate.contract.journal import MOVABLE_CAUSES, RESCHEDULED
+from headgate.contract.messages import (
+    MessageEnd,
+    MessageObject,
+    MessageUsage,
+    event,
+    message_delta,
+    message_start,
+    stop_reason_of,
+)
+from headgate.contract.operations.generation import MESSAGES
 from headgate.errors import RequestError, Unavailable
 from headgate.router.data_path.request_info import UNREADABLE
 from headgate.router.exchange.journal import Journal
@@ -30,6 +41,9 @@ _MOVABLE = "|".join(sorted(MOVABLE_CAUSES)).encode()
 WORKERS_END = re.compile(
     rb'"finish_reason":"(?:abort|length|%b)","cause":"(?:%b)"' % (RESCHEDULED.encode(), _MOVABLE)
 )
+# The same in an answer of the Messages API, in which it precedes everything that the model wrote.
+_END_OF_MESSAGE = rb'"stop_reason":"%b","stop_sequence":null,"cause":"%b"'
+WORKERS_MESSAGE_END = re.compile(_END_OF_MESSAGE % (rb"(?:abort|max_tokens)", b"(?:%b)" % _MOVABLE))
 # The error that explains such an end to a strict client. Errors of choices that had ended before keep their causes.
 CUT_SHORT = re.compile(
     rb'\{"message":"[^"\\]* after (\d+) tokens \((?:%b)\)","type":"\w+","param":null,"code":"\w+"\}' % _MOVABLE
@@ -62,7 +76,7 @@ class End:
 
 def is_resumable(path: str) -> bool:
     """Whether workers take `resume` for every request to this endpoint."""
-    return path in _SHAPES
+    return path in _SHAPES or path == MESSAGES.path
 
 
 def final_answer(
@@ -78,6 +92,8 @@ def final_answer(
     strict: bool = False,
 ) -> bytes:
     """Return the ends as events or as a whole answer; raises RequestEnded or Unavailable for other endpoints."""
+    if path == MESSAGES.path:
+        return _final_message(id, model, ends, stream=stream, usage=usage, strict=strict)
     shape = _SHAPES.get(path)
     if shape is None:
         if cause == DEADLINE:
@@ -101,11 +117,37 @@ def final_answer(
     return b"".join(b"data: %b\n\n" % event for event in [*events, b"[DONE]"])
 
 
+def _final_message(
+    id: str, model: str, ends: Sequence[End], *, stream: bool, usage: Usage | None, strict: bool
+) -> bytes:
+    """The end of a message. A block that is open stays open: its number is not known here."""
+    counts = usage or {"prompt_tokens": 0, "completion_tokens": 0}
+    tokens = MessageUsage(counts["prompt_tokens"], 0, counts["completion_tokens"])
+    message = MessageObject(id="msg_" + id.removeprefix("req-"), model=model, usage=tokens)
+    reasons = [(end, stop_reason_of("abort", end.cause, called=False, strict=strict)) for end in ends]
+    if not stream:
+        ((end, reason),) = reasons
+        whole = structs.replace(message, stop_reason=reason, cause=end.cause)
+        return encode({**msgspec.to_builtins(whole), **_ids(end)})
+    events = b""
+    for end, reason in reasons:  # none if the client has received the end of the message
+        events += b"" if end.ids else message_start(message)
+        events += message_delta(MessageEnd(stop_reason=reason, cause=end.cause), tokens)
+    return events + event("message_stop")
+
+
 def as_aborted(ending: bytes, cause: str = CAUSE, *, strict: bool = False) -> bytes:
     """Return a withheld end, rewritten as the end that was requested in the meantime."""
     reason = b"length" if strict else b"abort"
     ending = WORKERS_END.sub(b'"finish_reason":"%b","cause":"%b"' % (reason, cause.encode()), ending)
+    ending = WORKERS_MESSAGE_END.sub(
+        _END_OF_MESSAGE % (_stop_reason(cause, strict=strict), cause.encode()), ending, count=1
+    )
     return CUT_SHORT.sub(lambda found: _problem(int(found[1]), cause), ending) if strict else ending
+
+
+def _stop_reason(cause: str, *, strict: bool) -> bytes:
+    return stop_reason_of("abort", cause, called=False, strict=strict).encode()
 
 
 def _problem(tokens: int, cause: str) -> bytes:
@@ -118,8 +160,10 @@ def usage_of(journal: Journal) -> Usage:
     return {"prompt_tokens": prompt, "completion_tokens": journal.tokens, "total_tokens": prompt + journal.tokens}
 
 
-def wants_usage(body: bytes) -> bool:
-    """Whether the client asked for usage at the end of a stream."""
+def wants_usage(path: str, body: bytes) -> bool:
+    """Whether the end of a stream has the usage: always in the Messages API, otherwise if the client asked for it."""
+    if path == MESSAGES.path:
+        return True
     try:
         options = msgspec.json.decode(body).get("stream_options")
     except UNREADABLE:  # workers validate bodies
@@ -129,10 +173,14 @@ def wants_usage(body: bytes) -> bool:
 
 def _with_ids(end: End, choice: dict[str, Any]) -> dict[str, Any]:
     """Add the token ids that a lost worker generated. A client can send them back to continue the answer."""
+    return {**choice, **_ids(end)}
+
+
+def _ids(end: End) -> dict[str, Any]:
     if not end.ids:
-        return choice
+        return {}
     spans = [{"version": version, "tokens": tokens} for version, tokens in end.versions]
-    return {**choice, "completion_token_ids": list(end.ids), "weight_versions": spans}
+    return {"completion_token_ids": list(end.ids), "weight_versions": spans}
 
 
 # path -> value of `object`, prefix of `id`, an empty choice in a stream, an empty choice in a whole answer

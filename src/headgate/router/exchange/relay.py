@@ -221,7 +221,7 @@ class Exchange:
         """Start the exchange; the request is sent at once if no step has to wait."""
         if self.info.deadline_ms is not None and (left_s := self.left_s) is not None:
             self._timer = self.router.loop.call_later(left_s, self._on, Event.DEADLINE)
-        self.answer = ClientAnswer(self.client, self.id, self.request.head.version == "1.1")
+        self.answer = ClientAnswer(self.client, self.id, self.request.path, self.request.head.version == "1.1")
         try:
             self._begin()
         except Exception:

@@ -173,7 +173,11 @@ def report_end(exchange: Reported) -> None:
 
 def _send_end(exchange: Reported, cause: str, ends: list[End]) -> None:
     stream = exchange.info.stream
-    usage = usage_of(exchange.journal) if not stream or wants_usage(exchange.request.body) else None
+    usage = (
+        usage_of(exchange.journal)
+        if not stream or wants_usage(exchange.request.path, exchange.request.body)
+        else None
+    )
     about = exchange.request.path, exchange.id, exchange.created, exchange.model, ends
     body = final_answer(*about, stream=stream, usage=usage, cause=cause, strict=_is_strict(exchange.request))
     if stream:
