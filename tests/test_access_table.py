@@ -100,6 +100,8 @@ TENANTS_TOO = {
     "/v1/embeddings",
     "/v1/is_paused",
     "/v1/loads",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{model}",
     "/v1/requests",

@@ -53,6 +53,9 @@ class ScriptedEngines:
         self.open = 0
         self.streams: list[ScriptedStream] = []
 
+    async def stop_at(self, places: Collection[Any], cause: Cause, timeout_s: float) -> set[Any]:
+        return set()
+
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[ScriptedStream]:
         async with aclosing(self._script(request)) as chunks:
@@ -69,7 +72,12 @@ class ScriptedEngines:
 
 
 def scripted_app(
-    model: Path, engines: ScriptedEngines, *, parsers: AnswerParsers | None = None, **settings: Any
+    model: Path,
+    engines: ScriptedEngines,
+    *,
+    parsers: AnswerParsers | None = None,
+    keys: Keys | None = None,
+    **settings: Any,
 ) -> ServerApp:
     metrics = ServerMetrics()
     ledger = Ledger(metrics, limit=100)
@@ -85,7 +93,7 @@ def scripted_app(
         settings=ApiSettings(**settings),
     )
     host = ServerContext(version="0", model_name="scripted", replicas=[], ledger=ledger)
-    return build_app(api, host, Keys(), 1 << 20)
+    return build_app(api, host, keys or Keys(), 1 << 20)
 
 
 class Client:

@@ -29,9 +29,10 @@ from headgate.text.tokenizer import load_tokenizer
 from tests.api.scripted import Client, ScriptedEngines, scripted_app
 from tests.journal import blocks, resume_of, shown, unveiled
 
-CHAT, COMPLETIONS, GENERATE, TOKENS = (
+CHAT, COMPLETIONS, MESSAGES, GENERATE, TOKENS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/messages",
     "/generate",
     "/inference/v1/generate",
 )
@@ -193,6 +194,26 @@ FEATURES: dict[str, tuple[str, dict[str, Any], Engine]] = {
         Engine(TALK),
     ),
     "a strict client": (COMPLETIONS, COMPLETING | USAGE, Engine(TALK, "abort", "deadline")),
+    "messages": (
+        MESSAGES,
+        CHATTING | {"return_token_ids": True, "return_weight_versions": True},
+        Engine(TALK, size=3, change=6),
+    ),
+    "messages with stop strings": (
+        MESSAGES,
+        CHATTING | {"stop_sequences": ["ENDE", "漢字x"]},
+        Engine(TALK, size=2),
+    ),
+    "messages with reasoning and tools": (
+        MESSAGES,
+        CHATTING | {"tools": [{"name": "look", "input_schema": {"type": "object"}}]},
+        Engine(f"<think>\nLook.\n</think>\n\n{CALLS}", "stop", "eos", size=3, extra=[EOS], parsers=PARSERS),
+    ),
+    "messages that are cut": (
+        MESSAGES,
+        CHATTING | {"tools": [{"name": "look", "input_schema": {"type": "object"}}]},
+        Engine(CALLS[:70], "abort", "deadline", size=3),
+    ),
 }
 STREAMED: dict[str, tuple[str, dict[str, Any], Engine]] = {
     "chat logprobs": (CHAT, CHATTING | {"logprobs": True, "stop": ["漢字x"]}, Engine(TALK)),
@@ -288,6 +309,8 @@ KINDS = [
     (CHAT, CHATTING),
     (COMPLETIONS, COMPLETING | USAGE | {"stream": True, "stop": ["."], "return_token_ids": True}),
     (COMPLETIONS, COMPLETING),
+    (MESSAGES, CHATTING | {"stream": True}),
+    (MESSAGES, CHATTING),
 ]
 
 
@@ -303,7 +326,13 @@ def test_a_movable_end_is_withheld_and_its_release_equals_the_normal_end(
     assert b"finish_reason" not in b"".join(
         line for line in told.split(b"\n") if line.startswith(b"data:") and b'"finish_reason":null' not in line
     )
-    assert b"[DONE]" not in shown(told) and b"\n:f" not in told and told.endswith(b":m \n\n")
+    assert b'"stop_reason":"' not in b"".join(line for line in told.split(b"\n") if line.startswith(b"data:"))
+    assert (
+        b"[DONE]" not in shown(told)
+        and b"message_stop" not in shown(told)
+        and b"\n:f" not in told
+        and told.endswith(b":m \n\n")
+    )
     plain = ask(model, engine, path, body, {"X-Request-Id": "moved"} | strictly).body
     expected = plain if body.get("stream") else b"data: " + plain + b"\n\n"
     assert same_but_time(shown(told) + unveiled(told)) == same_but_time(expected)

@@ -28,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("/v1/completions", {"prompt": "a", "logprobs_mode": "raw"}, "raw"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "processed"),
         ("/v1/responses", {"input": "a"}, "processed"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, "processed"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}, "processed"),
         ("/generate", {"input_ids": [1]}, "scaled"),
         ("/generate/", {"prompts": [[1]]}, "processed"),

@@ -79,6 +79,8 @@ def test_the_description_is_served_and_its_references_resolve(server: LiveServer
         ),
         ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": True}, "TextCompletion"),
         ("/v1/responses", {"input": "a", "max_output_tokens": 4}, "ResponseObject"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}, "MessageObject"),
+        ("/v1/messages", {"messages": []}, "MessageErrorBody"),
         ("/tokenize", {"prompt": "a"}, "Tokenized"),
         ("/detokenize", {"tokens": [1]}, "Detokenized"),
         ("/detokenize", {"tokens": 1}, "ErrorBody"),

@@ -22,6 +22,7 @@ from headgate.api.generate import generation, serve
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.contract import schema
 from headgate.contract.openapi import server_description
+from headgate.contract.messages import MessagesRequest
 from headgate.contract.parameter import APIS, Api, OneOf, Range, SamplingParameter
 from headgate.contract.sampling import PARAMETERS, SAMPLING, SamplingParams, sampling_given, set_if_absent
 from headgate.device.rows import COLUMNS, Rows
@@ -39,11 +40,13 @@ BODIES: dict[Api, type[msgspec.Struct]] = {
     "chat": schema.ChatRequest,
     "completions": schema.CompletionRequest,
     "responses": schema.ResponsesRequest,
+    "messages": MessagesRequest,
 }
 CALLS: dict[Api, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
     "completions": ("/v1/completions", {"prompt": "a"}),
     "responses": ("/v1/responses", {"input": "a"}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}),
     "sglang": ("/generate", {"text": "a"}),
     "vllm": ("/inference/v1/generate", {"token_ids": [1, 2]}),
 }
@@ -328,6 +331,12 @@ OTHERS = {"seed", "min_tokens", "include_stop_str_in_output"}
         (
             "responses",
             SHARED - {"n", "logit_bias", "presence_penalty", "frequency_penalty"} | OTHERS | {"max_output_tokens"},
+        ),
+        (
+            "messages",
+            SHARED - {"n", "stop", "logit_bias", "presence_penalty", "frequency_penalty"}
+            | OTHERS
+            | {"max_tokens", "stop_sequences"},
         ),
         ("sglang", SHARED | {"max_new_tokens", "min_new_tokens", "no_stop_trim", "sampling_seed"}),
         ("vllm", SHARED | OTHERS | {"max_tokens", "logprobs", "prompt_logprobs"}),

@@ -18,6 +18,7 @@ CALLS: dict[Api, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
     "completions": ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
     "responses": ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
     "sglang": ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}),
     "vllm": ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
 }

@@ -79,6 +79,20 @@ RESPONSES = {
     "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
     "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
 }
+MESSAGES = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "y", "is_error": False}]},
+    ],
+    "system": "i",
+    "max_tokens": 4,
+    "stop_sequences": ["x"],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "thinking": {"type": "disabled"},
+    "metadata": {"user_id": "u"},
+}
 GENERATE = {
     "text": "hi",
     "sampling_params": {"max_new_tokens": 4, "stop": "x", "json_schema": "{}", "regex": None},
@@ -89,6 +103,8 @@ BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": {name: MESSAGES[name] for name in ("messages", "system", "tools", "thinking")},
     "/generate": GENERATE,
     "/v1/embeddings": {"input": ["hi", "ho"], "dimensions": 2, "encoding_format": "float", "normalize": True},
     "/v1/score": {"text_1": "hi", "text_2": ["hi", "ho"], "priority": 1},

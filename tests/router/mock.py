@@ -41,7 +41,7 @@ WORDS = (
     "0",
     "\\u00",
 )
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 
 FaultKind = Literal[
     "none",
@@ -276,6 +276,55 @@ class Answer:
             yield b"".join(ends) + b":m data: " + self.whole(shown).replace(b'": "', b'":"') + b"\n:m \n\n"
 
 
+class MessageAnswer(Answer):
+    """The same answer in the format of the Messages API: one block of text."""
+
+    def __init__(self, asked: Asked, mistakes: list[str], rng: random.Random) -> None:
+        super().__init__(asked, mistakes, rng)
+        (saying,) = self.choices
+        self._begun, self._opened = saying.at > 0, saying.chars > 0
+
+    def _event(self, index: int, text: str, first: bool, finish: str | None) -> bytes:
+        events = [] if self._begun else [("message_start", {"message": self._message()})]
+        self._begun = True
+        if text and not self._opened:
+            self._opened = True
+            events.append(("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}))
+        if text:
+            events.append(("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}}))
+        if finish and self._opened:
+            events.append(("content_block_stop", {"index": 0}))
+        if finish:
+            events.append(("message_delta", {"delta": self._stop(finish), "usage": {"output_tokens": 0}}))
+        told = [b"event: %b\ndata: %b\n\n" % (k.encode(), json.dumps({"type": k} | f).encode()) for k, f in events]
+        bound = b":+\n" if self.journal else b""
+        return b"".join(bound + event for event in told[:-1]) + b"".join(told[-1:])
+
+    def _stop(self, finish: str) -> dict[str, Any]:
+        reason, cause = ("max_tokens", "max_tokens") if finish == "length" else ("abort", "pause")
+        return {"stop_reason": reason, "stop_sequence": None, "cause": cause}
+
+    def _message(self, **more: Any) -> dict[str, Any]:
+        return {"id": self.asked.id, "type": "message", "role": "assistant", "model": MODEL} | more
+
+    def _closing(self) -> bytes:
+        if not self.stream:
+            return b"data: %b\n\n" % self.whole()
+        return b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    def whole(self, finish: str = "length") -> bytes:
+        content = [{"type": "text", "text": words(self.choices[0].tokens)}]
+        return json.dumps(self._message(**self._stop(finish), content=content), separators=(",", ":")).encode()
+
+    def _veiled_end(self, pending: list[Saying], cause: str) -> Iterator[bytes]:
+        (saying,) = pending
+        reason, cause = ("pd_reschedule", "preempted") if cause == "pd_reschedule" else ("abort", cause)
+        yield b":m :f 0 %b %b 5 0 %d\n" % (reason.encode(), cause.encode(), saying.at)
+        events = self._event(0, "", False, reason) + self._closing() if self.stream else self._closing()
+        events = events.replace(b'": ', b'":').replace(b', "', b',"').replace(b":+\n", b"")
+        yield b"".join(b":m %b\n" % line for line in events.split(b"\n")[:-1]) + b"\n"
+
+
 # ----------------------------------------------------------------------------------------------------- how it says it
 
 
@@ -473,7 +522,8 @@ class Connection(asyncio.Protocol):
     # -- answers ------------------------------------------------------------------------
 
     async def _answer(self, asked: Asked) -> None:
-        answer = Answer(asked, self._mock.mistakes, self._mock.rng)
+        kind = MessageAnswer if asked.path == MESSAGES else Answer
+        answer = kind(asked, self._mock.mistakes, self._mock.rng)
         if self._mock.plain:
             answer.journal = None
         try:

@@ -155,6 +155,14 @@ def test_responses_are_split_too(patient: PdFleet):
     assert patient.d.metric("kv_transfers") == before + 1
 
 
+def test_messages_are_split_too(patient: PdFleet):
+    body = {"messages": [{"role": "user", "content": "y" * 2000}], "max_tokens": 16, "temperature": 0}
+    before = patient.d.metric("kv_transfers")
+    told = [post("/v1/messages", body) for post in (patient.router.post, patient.d.post)]
+    assert told[0].json()["content"] == told[1]["content"]
+    assert patient.d.metric("kv_transfers") == before + 1
+
+
 # ---------------------------------------------------------------------------------------------- faults at every stage
 
 TIMES = count()

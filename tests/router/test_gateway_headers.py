@@ -23,6 +23,7 @@ CALLS = [
     ("/v1/chat/completions", CHAT),
     ("/v1/completions", {"prompt": "hello", "max_tokens": 4}),
     ("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
+    ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 4}),
     ("/inference/v1/generate", TOKENS),
 ]
 FORMAT, REPORT = "endpoint-load-metrics-format", "endpoint-load-metrics"

@@ -41,6 +41,7 @@ def test_only_the_fields_that_the_router_needs_are_read():
         (GENERATE, {"input_ids": [7, 8]}, "[7, 8", False, 2),
         ("/inference/v1/generate", {"token_ids": [7, 8]}, "[7, 8", False, 2),
         ("/v1/responses", {"input": HELLO}, json.dumps(HELLO)[:-1], True, 11),
+        ("/v1/messages", {"system": "Be kind.", "messages": HELLO}, json.dumps(HELLO)[:-1], True, 11),
         (COMPLETIONS, {"prompt": ""}, "", False, 0),
         (COMPLETIONS, {"prompt": []}, "", False, 0),
         (COMPLETIONS, {"prompt": None}, "", False, 0),
