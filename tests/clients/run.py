@@ -1,5 +1,7 @@
 """Serves a tiny model and runs third-party clients against it: `run.py CLIENTS_PYTHON [EXAMPLES [CLIENT ...]]`.
 
+Each client of `SMOKE` runs its own script, against the server and through the router.
+
 Loopback only; every client has a deadline. Exits with the number of clients that failed.
 
 Schemathesis runs with a tenant's key, for which control calls return 403, and with the admin key, against the server
@@ -34,10 +36,14 @@ DEADLINE_S = 600
 KEY = "tenant-key"
 ADMIN_KEY = "admin-key"
 # Excluded: a paused server refuses these with 503 or queues them until the resume, which tests nothing about control.
-GENERATES = r"(completions|responses|tokenize|^/generate/?|/v1/generate|^/chat/|_logprobs/|^/health.*|^/ready)$"
+GENERATES = r"(completions|responses|/v1/messages.*|tokenize|^/generate/?|/v1/generate|^/chat/|_logprobs/|^/health.*|^/ready)$"
 # Excluded: these would remove the router's workers or point it elsewhere; they are tested by hand.
 FLEET = r"^/v1/(workers|scale).*"
 MOST_GROWTH = 300 * 2**20  # bytes, of a server and its engine, or of a router
+
+
+# Each has a script next to this one.
+SMOKE = ("litellm", "langchain", "anthropic", "openai", "agents", "pydantic_ai", "instructor")
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,10 @@ def where(process: subprocess.Popen[bytes], log: Path) -> str:
     raise SystemExit(f"the server did not start:\n{log.read_text()}")
 
 
+def smoke(python: str, name: str, served: Served) -> list[str]:
+    return [python, str(HERE / f"smoke_{name}.py"), served.url]
+
+
 def schemathesis(python: str, url: str, examples: str, key: str) -> list[str]:
     checks = "not_a_server_error,status_code_conformance,content_type_conformance"
     program = str(Path(python).with_name("schemathesis"))
@@ -144,8 +154,8 @@ def still_works(name: str, served: Served, before: int) -> bool:
 def main(python: str, examples: str = "30", *only: str) -> int:
     with fleet() as (server, router):
         runs = {
-            "litellm": [python, str(HERE / "smoke_litellm.py"), server.url],
-            "langchain": [python, str(HERE / "smoke_langchain.py"), server.url],
+            **{name: smoke(python, name, server) for name in SMOKE},
+            **{f"{name} through the router": smoke(python, name, router) for name in SMOKE},
             "schemathesis": schemathesis(python, server.url, examples, KEY),
             "schemathesis through the router": schemathesis(python, router.url, examples, KEY),
             "schemathesis as the admin": schemathesis(python, server.url, examples, ADMIN_KEY),

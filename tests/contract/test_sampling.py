@@ -21,8 +21,8 @@ from msgspec import inspect
 from headgate.api.generate import generation, serve
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.contract import schema
-from headgate.contract.openapi import server_description
 from headgate.contract.messages import MessagesRequest
+from headgate.contract.openapi import server_description
 from headgate.contract.parameter import APIS, Api, OneOf, Range, SamplingParameter
 from headgate.contract.sampling import PARAMETERS, SAMPLING, SamplingParams, sampling_given, set_if_absent
 from headgate.device.rows import COLUMNS, Rows

@@ -110,6 +110,7 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("container", ("messages",), "clients call tools"),
     *_fields("cache_control", ("messages",), "prefixes are cached in any case", None),
     *_fields("context_management", ("messages",), "prompts are not changed", ({}, {"edits": []}, KEEPS_ALL)),
+    *_fields("user_profile_id workspace_id", ("messages",), LOGGING, None),
     *_fields("speed", ("messages",), "there is one speed", ("standard",)),
     # Adapters, KV, sessions, placement.
     *_fields("lora_path", (*CHOICES, "sglang"), WEIGHTS),

@@ -33,7 +33,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
 
 
 class MessageParam(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -21,7 +22,7 @@ from headgate.errors import RequestError
 
 encode = msgspec.json.Encoder().encode
 
-DROPPED = ("redacted_thinking",)  # only the server that wrote it can read it
+DROPPED: Final = ("redacted_thinking",)  # only the server that wrote it can read it
 
 
 def as_chat(body: MessagesRequest) -> ChatRequest:
@@ -65,8 +66,7 @@ def _split(message: MessageParam, where: str) -> Iterable[Message]:
     if not message.content:
         raise RequestError(f"{where} is empty", param=where)
     blocks = [(block, f"{where}[{i}]") for i, block in enumerate(message.content) if block.type not in DROPPED]
-    convert = _said if message.role == "assistant" else _asked
-    return [convert(block, place) for block, place in blocks]
+    return [CONVERTERS[message.role](block, place) for block, place in blocks]
 
 
 def _said(block: ContentBlock, where: str) -> Message:
@@ -85,6 +85,13 @@ def _asked(block: ContentBlock, where: str) -> Message:
         return Message(role="user", content=_text(block, where))
     output = text_of(block.content, f"{where}.content")
     return Message(role="tool", content=output, tool_call_id=_given(block.tool_use_id, where, "tool_use_id"))
+
+
+def _instructed(block: ContentBlock, where: str) -> Message:
+    return Message(role="system", content=_text(block, where))
+
+
+CONVERTERS: Final = {"user": _asked, "assistant": _said, "system": _instructed}
 
 
 def _text(block: ContentBlock, where: str) -> str:
