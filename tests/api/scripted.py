@@ -53,9 +53,6 @@ class ScriptedEngines:
         self.open = 0
         self.streams: list[ScriptedStream] = []
 
-    async def stop_at(self, places: Collection[Any], cause: Cause, timeout_s: float) -> set[Any]:
-        return set()
-
     @asynccontextmanager
     async def generate(self, request: GenerateRequest) -> AsyncIterator[ScriptedStream]:
         async with aclosing(self._script(request)) as chunks:

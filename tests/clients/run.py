@@ -36,7 +36,9 @@ DEADLINE_S = 600
 KEY = "tenant-key"
 ADMIN_KEY = "admin-key"
 # Excluded: a paused server refuses these with 503 or queues them until the resume, which tests nothing about control.
-GENERATES = r"(completions|responses|/v1/messages.*|tokenize|^/generate/?|/v1/generate|^/chat/|_logprobs/|^/health.*|^/ready)$"
+GENERATES = (
+    r"(completions|responses|messages.*|tokenize|^/generate/?|/v1/generate|^/chat/|_logprobs/|^/health.*|^/ready)$"
+)
 # Excluded: these would remove the router's workers or point it elsewhere; they are tested by hand.
 FLEET = r"^/v1/(workers|scale).*"
 MOST_GROWTH = 300 * 2**20  # bytes, of a server and its engine, or of a router
