@@ -25,13 +25,10 @@ test: check coverage kernels
 test-all: check coverage kernels
 	$(STARTED) $(BIN)/python -m pytest -m "not gpu" $(TOGETHER)
 
-# Third-party clients, in a separate environment: `make test-clients`, or `make test-clients ONLY="anthropic openai"`.
-CLIENTS := .venv-clients
+# Third-party clients, each in a separate environment in .venv-clients: `make test-clients`, or
+# `make test-clients ONLY="anthropic openai"`.
 test-clients: $(READY)
-	test -d $(CLIENTS) || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install -q litellm langchain-openai schemathesis
-	$(CLIENTS)/bin/python -m pip install -q anthropic openai openai-agents 'pydantic-ai-slim[openai]' instructor
-	$(BIN)/python tests/clients/run.py $(CLIENTS)/bin/python $(or $(EXAMPLES),30) $(ONLY)
+	$(BIN)/python tests/clients/run.py .venv-clients $(or $(EXAMPLES),30) $(ONLY)
 
 # Released routers, load generators and trainers' clients, unchanged, each in a separate environment in .venv-frameworks:
 # `make test-frameworks`, or `make test-frameworks ONLY=sglang-router`.

@@ -1,6 +1,7 @@
-"""Serves a tiny model and runs third-party clients against it: `run.py CLIENTS_PYTHON [EXAMPLES [CLIENT ...]]`.
+"""Serves a tiny model and runs third-party clients against it: `run.py FOLDER [EXAMPLES [CLIENT ...]]`.
 
-Each client of `SMOKE` runs its own script, against the server and through the router.
+Each client has an environment of its own in FOLDER, so that each is the newest release. A client of `SMOKE` runs its
+script against the server and through the router.
 
 Loopback only; every client has a deadline. Exits with the number of clients that failed.
 
@@ -44,8 +45,17 @@ FLEET = r"^/v1/(workers|scale).*"
 MOST_GROWTH = 300 * 2**20  # bytes, of a server and its engine, or of a router
 
 
-# Each has a script next to this one.
-SMOKE = ("litellm", "langchain", "anthropic", "openai", "agents", "pydantic_ai", "instructor")
+SCHEMATHESIS = "schemathesis"
+# Clients that have a script next to this one, and their packages.
+SMOKE = {
+    "litellm": "litellm",
+    "langchain": "langchain-openai",
+    "anthropic": "anthropic",
+    "openai": "openai",
+    "agents": "openai-agents",
+    "pydantic_ai": "pydantic-ai-slim[openai,anthropic]",
+    "instructor": "instructor",
+}
 
 
 @dataclass(frozen=True)
@@ -103,13 +113,19 @@ def where(process: subprocess.Popen[bytes], log: Path) -> str:
     raise SystemExit(f"the server did not start:\n{log.read_text()}")
 
 
-def smoke(python: str, name: str, served: Served) -> list[str]:
-    return [python, str(HERE / f"smoke_{name}.py"), served.url]
+def install(environment: Path, package: str) -> None:
+    if not environment.exists():
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        subprocess.run([environment / "bin/python", "-m", "pip", "install", "-q", package], check=True)
 
 
-def schemathesis(python: str, url: str, examples: str, key: str) -> list[str]:
+def smoke(folder: Path, name: str, served: Served) -> list[str]:
+    return [str(folder / name / "bin/python"), str(HERE / f"smoke_{name}.py"), served.url]
+
+
+def schemathesis(folder: Path, url: str, examples: str, key: str) -> list[str]:
     checks = "not_a_server_error,status_code_conformance,content_type_conformance"
-    program = str(Path(python).with_name("schemathesis"))
+    program = str(folder / SCHEMATHESIS / "bin/schemathesis")
     return [
         program,
         "run",
@@ -153,15 +169,18 @@ def still_works(name: str, served: Served, before: int) -> bool:
     return whole and set(restarts) <= {"0.0"} and grown < MOST_GROWTH
 
 
-def main(python: str, examples: str = "30", *only: str) -> int:
+def main(environments: str, examples: str = "30", *only: str) -> int:
+    folder, packages = Path(environments).absolute(), {**SMOKE, SCHEMATHESIS: SCHEMATHESIS}
+    for name in only or packages:
+        install(folder / name, packages[name])
     with fleet() as (server, router):
         runs = {
-            **{name: smoke(python, name, server) for name in SMOKE},
-            **{f"{name} through the router": smoke(python, name, router) for name in SMOKE},
-            "schemathesis": schemathesis(python, server.url, examples, KEY),
-            "schemathesis through the router": schemathesis(python, router.url, examples, KEY),
-            "schemathesis as the admin": schemathesis(python, server.url, examples, ADMIN_KEY),
-            "schemathesis through the router as the admin": schemathesis(python, router.url, examples, ADMIN_KEY),
+            **{name: smoke(folder, name, server) for name in SMOKE},
+            **{f"{name} through the router": smoke(folder, name, router) for name in SMOKE},
+            "schemathesis": schemathesis(folder, server.url, examples, KEY),
+            "schemathesis through the router": schemathesis(folder, router.url, examples, KEY),
+            "schemathesis as the admin": schemathesis(folder, server.url, examples, ADMIN_KEY),
+            "schemathesis through the router as the admin": schemathesis(folder, router.url, examples, ADMIN_KEY),
         }
         before = {name: each.bytes for name, each in (("server", server), ("router", router))}
         results = {name: passes(command) for name, command in runs.items() if not only or name.split()[0] in only}

@@ -144,7 +144,8 @@ def test_ordinary_events_go_through_a_pipe_and_into_the_journal(native: FastPath
         for pipe in (PYTHON.pipe, native.pipe):
             taken, _, written, extent, heard = piped(pipe, CHUNKS * 4)
             assert all(taken) and written == b"".join(CHUNKS * 4) and extent == (8, 9, 0) and heard
-            unusual = [b"data: [DONE]\n\n", b":e 500\ndata: x\n\n", b":m x\n\n", b":+\n\n", b"data: x\n", b""]
+            stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+            unusual = [b"data: [DONE]\n\n", stop, b":e 500\ndata: x\n\n", b":m x\n\n", b":+\n\n", b"data: x\n", b""]
             framed = [b"%x\r\n%b\r\n" % (len(events), events) for events in unusual]
             assert piped(pipe, [*framed, b"9\r\ndata: x\n\n", b"9\r\ndata: x\n\n\r\n9", b"0\r\n\r\n"])[2:] == (
                 b"",
