@@ -14,7 +14,8 @@ from headgate import LLM, SamplingParams, offline
 from headgate.errors import RequestError
 from headgate.offline import Completion
 from headgate.testing.tiny import tiny_model
-from headgate.text.constraints import choice, json_object, json_schema, regex
+from headgate.text.constraints import choice, grammar, json_object, json_schema, regex
+from headgate.text.structural_tags import structural_tag
 from tests.resume import resume
 from tests.schemas import random_schema
 
@@ -62,15 +63,27 @@ def test_answers_are_valid_against_200_random_schemas(llm):
     assert complete == 200
 
 
+TAGGED = {
+    "structures": [{"begin": "<a>", "schema": {"type": "array", "items": {"type": "integer"}}, "end": "</a>"}],
+    "triggers": ["<"],
+}
 CROWDED = {"max_running": 32, "kv_blocks": 9, "block_size": 16, "max_context": 144, "max_batch_tokens": 33}
 COUNT = 100
 
 
 def mixed(i: int) -> SamplingParams:
     """Parameters with and without a grammar, and with everything else that changes logits."""
-    grammars = [json_schema(PERSON), None, regex("([a-f]{3}-){4}\\d+x"), choice(["yes, indeed", "no"]), json_object()]
+    grammars = [
+        json_schema(PERSON),
+        None,
+        regex("([a-f]{3}-){4}\\d+x"),
+        choice(["yes, indeed", "no"]),
+        json_object(),
+        grammar('root ::= "[" [a-z]* ("," root)* "]"'),
+        structural_tag(TAGGED),
+    ]
     kinds = [{}, {"top_k": 20}, {"repetition_penalty": 1.3, "top_p": 0.9}, {"logit_bias": {7: 5.0, 40: -50.0}}]
-    return SamplingParams(seed=i, max_tokens=COUNT, grammar=grammars[i % 5], **kinds[i % 4])
+    return SamplingParams(seed=i, max_tokens=COUNT, grammar=grammars[i % 7], **kinds[i % 4])
 
 
 def test_tokens_are_the_same_alone_in_a_batch_preempted_and_resumed_from_any_split(llm, folder):

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 import pytest
 from llguidance import LLMatcher
 
-from headgate.api.generate.constraints import constraint_for
+from headgate.api.generate.constraints import constraint_for, constraint_of
+from headgate.contract.decoding import convert
+from headgate.contract.schema import CompletionRequest
 from headgate.errors import RequestError
+from headgate.text import constraints
 from headgate.text.constraints import json_object, json_schema
-from headgate.text.grammar_check import _any_bytes
+from headgate.text.grammar_check import _any_bytes, complaint_about
 from headgate.text.parsers.json_calls import GRANITE, HERMES, LLAMA, MISTRAL
 from tests.text.test_json_calls import parse_calls
 
@@ -124,8 +128,12 @@ def test_with_a_response_format_and_tools_the_model_may_answer_or_call():
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or json_schema"),
-        ({"response_format": {}}, "response_format.type", "text, json_object or json_schema"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "text, json_object, json_schema or structural_tag",
+        ),
+        ({"response_format": {}}, "response_format.type", "text, json_object, json_schema or structural_tag"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "needs a schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 7}}},
@@ -159,3 +167,80 @@ def test_a_constraint_that_cannot_be_enforced_is_refused_by_name(body, param, me
     with pytest.raises(RequestError, match=message) as refused:
         constraint_for(**body)
     assert refused.value.param == param
+
+
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "ab"}}
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return convert({"prompt": "x", **fields}, CompletionRequest, "body")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"regex": "ab"}, "ab"),
+        ({"guided_regex": "ab"}, "ab"),
+        ({"structured_outputs": {"regex": "ab"}}, "ab"),
+        ({"guided_decoding": {"regex": "ab", "backend": "xgrammar"}}, "ab"),
+        ({"ebnf": 'root ::= "ab"'}, "ab"),
+        ({"guided_grammar": 'start: "ab"'}, "ab"),
+        ({"structured_outputs": {"grammar": 'root ::= "ab"', "disable_fallback": True}}, "ab"),
+        ({"guided_choice": ["ab"], "guided_decoding_backend": "outlines"}, "ab"),
+        ({"structural_tag": TAG}, "ab"),
+        ({"structural_tag": json.dumps(TAG)}, "ab"),
+        ({"response_format": TAG}, "ab"),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, "ab"),
+        ({"json_schema": json.dumps(PERSON)}, '{"age": 7}'),
+        ({"guided_json": PERSON, "guided_whitespace_pattern": "_"}, '{_"age":_7_}'),
+        ({"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}, '{"age": 7}'),
+        ({"structured_outputs": {"json_object": True, "whitespace_pattern": "_"}}, '{_"a":_[_]_}'),
+        ({"regex": "ab", "response_format": {"type": "text"}}, "ab"),
+    ],
+)
+def test_a_constraint_has_the_names_of_other_systems(fields, said, monkeypatch):
+    monkeypatch.setattr(constraints, "tried", complaint_about)
+    constraint = constraint_of(completion(**fields))
+    assert constraint is not None and allows(constraint.grammar(), said)
+    assert not allows(constraint.grammar(), "else")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "regex and ebnf exclude each other"),
+        ({"regex": "a", "response_format": SCHEMA_FORMAT}, "regex", "response_format and regex exclude each other"),
+        ({"response_format": TAG, "guided_json": {}}, "guided_json", "response_format and guided_json exclude"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "structured_outputs.regex and structured_outputs.choice exclude each other",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_decoding": {"json_object": True}},
+            "guided_decoding",
+            "structured_outputs.regex and guided_decoding.json_object",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}},
+            "structured_outputs",
+            "whitespace_pattern and disable_any_whitespace exclude each other",
+        ),
+    ],
+)
+def test_constraints_exclude_each_other(fields, param, message):
+    with pytest.raises(RequestError, match=message) as refused:
+        constraint_of(completion(**fields))
+    assert refused.value.param == param
+
+
+def test_a_constraint_in_a_string_must_be_a_json_object():
+    with pytest.raises(RequestError, match="guided_json is not a JSON object") as refused:
+        constraint_of(completion(guided_json="[")).grammar()
+    assert refused.value.param == "guided_json"
+
+
+def test_a_response_format_alone_is_left_to_the_grammar_of_answers_and_calls():
+    assert constraint_of(completion(response_format=SCHEMA_FORMAT)) is None
+    assert constraint_of(completion()) is None

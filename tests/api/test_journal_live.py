@@ -106,6 +106,15 @@ CHATTING = {"messages": [{"role": "user", "content": "naïve 😀 文字"}], "ma
 COMPLETING = {"prompt": "go on", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 USAGE = {"stream_options": {"include_usage": True}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "many", "schema": NUMBERS}}
+TAGGED = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<n>",
+        "content": {"type": "json_schema", "json_schema": NUMBERS},
+        "end": "</n>",
+    },
+}
 
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, CHATTING | USAGE),
@@ -113,6 +122,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "three choices": (CHAT, CHATTING | USAGE | {"n": 3, "max_tokens": 10, "return_token_ids": True}),
     "tools": (CHAT, CHATTING | {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
     "structured": (CHAT, CHATTING | USAGE | {"response_format": SCHEMA, "max_tokens": 40}),
+    "structural tag": (CHAT, CHATTING | USAGE | {"response_format": TAGGED, "max_tokens": 40}),
     "two prompts": (
         COMPLETIONS,
         COMPLETING

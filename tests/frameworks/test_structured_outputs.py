@@ -41,6 +41,11 @@ def text_of(target: Target, path: str, answer: dict[str, Any]) -> str:
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
+TAG = {
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<t>", "content": {"type": "const_string", "value": "ab"}, "end": "</t>"},
+}
+
 
 @pytest.mark.parametrize("path", CALLS)
 def test_an_answer_follows_the_constraint(target: Target, path: str):
@@ -53,6 +58,8 @@ def test_an_answer_follows_the_constraint(target: Target, path: str):
     assert answered({"choice": ["yes", "no"]}) in ("yes", "no")
     assert json.loads(answered({"json": SCHEMA}))["a"] in (1, 2)
     assert json.loads(answered({"json": json.dumps(SCHEMA)}))["a"] in (1, 2)
+    assert answered({"grammar": 'root ::= "(" [a-c] ")"'})[2:] == ")"
+    assert answered({"structural_tag": json.dumps(TAG)}) == "<t>ab</t>"
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -74,6 +81,17 @@ def test_77_a_constraint_excludes_another_one_and_tools(target: Target):
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "structured_outputs"
     answer = target.post("/v1/chat/completions", body | {"tools": [tool], "tool_choice": "none"})
     assert answer.json()["choices"][0]["message"]["content"] == "a"
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"regex": "(ab){2}"}, {"ebnf": 'root ::= "abab"'}, {"json_schema": '{"const": 7}'}]
+)
+def test_sglangs_names_constrain_its_own_call_and_the_openai_api(target: Target, constraint: dict[str, Any]):
+    expected = "7" if "json_schema" in constraint else "abab"
+    answer = target.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 300} | constraint})
+    assert answer.json()["text"] == expected
+    answer = target.post("/v1/chat/completions", CALLS["/v1/chat/completions"] | constraint)
+    assert answer.json()["choices"][0]["message"]["content"] == expected
 
 
 def test_trl_reads_the_configuration_and_the_reset_as_json(target: Target):

@@ -16,6 +16,9 @@ from headgate.api.generate.constraints import constraint_for
 from headgate.errors import RequestError
 from headgate.text import constraints, trial
 from headgate.text.constraints import checked, json_schema, regex
+from headgate.text.ebnf import lark_of
+from headgate.text.grammar_check import complaint_about
+from headgate.text.structural_tags import structural_tag
 from tests.fuzzing.properties import fuzzed, leaves, odd_text, odd_values, replaced
 
 SCHEMA: dict[str, Any] = {
@@ -137,6 +140,60 @@ RULES = st.sampled_from(
 def test_any_grammar_is_accepted_or_refused(rules: list[tuple[str, list[str]]]) -> None:
     with suppress(RequestError):
         checked("\n".join(f"{name}: {' | '.join(sides)}" for name, sides in rules) or "x")
+
+
+EBNF = st.sampled_from(
+    (
+        "root",
+        "a",
+        " ::= ",
+        '"x"',
+        "[^a-z\\n]",
+        "(",
+        ")",
+        "|",
+        "*",
+        "{1,3}",
+        "\n",
+        "#",
+        '"',
+        "\\",
+        "<",
+        ".",
+        "é",
+    )
+)
+
+
+@fuzzed(st.one_of(st.lists(EBNF, max_size=20).map("".join), odd_text).map("root ::= ".__add__), few=20)
+def test_any_grammar_in_ebnf_is_converted_or_refused(written: str) -> None:
+    with suppress(RequestError):
+        complaint_about(lark_of(written, param="ebnf"))
+
+
+TAGS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"},
+            {
+                "type": "triggered_tags",
+                "triggers": ["<"],
+                "tags": [{"begin": "<b>", "content": {"type": "regex", "pattern": "[0-9]+"}, "end": ""}],
+                "stop_after_first": True,
+            },
+        ],
+    },
+}
+
+
+@fuzzed(replaced(TAGS), few=20)
+def test_any_structural_tag_is_accepted_or_refused(value: Any) -> None:
+    if isinstance(value, dict):
+        with pytest.MonkeyPatch.context() as patched, suppress(RequestError):
+            patched.setattr(constraints, "tried", complaint_about)  # a process for each would take longer
+            structural_tag(value)
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}]

@@ -53,7 +53,7 @@ LOGGING = "concerns logs and metrics only"
 MEDIA = "models read text only"
 WEIGHTS = "there are no adapters"
 KV = "KV is transferred with `kv_ticket`"
-CONSTRAINT = "use `response_format` or `structured_outputs` (SGLang: `json_schema`)"
+STOP = "use `stop`"
 TOKENS = "no other choice of tokens is implemented"
 CUT = "long prompts are refused, never cut"
 OUTPUT = "not returned"
@@ -92,8 +92,7 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("truncate_prompt_tokens", CHOICES, CUT),
     *_fields("truncation_side", CHOICES, CUT, None),
     *_fields("stream_interval", (*CHOICES, "sglang"), "tokens are sent as they are generated", None),
-    *_fields("regex ebnf stop_regex", CHOICES, CONSTRAINT),
-    *_fields("guided_json guided_regex guided_choice guided_grammar", CHOICES, CONSTRAINT),
+    *_fields("stop_regex", CHOICES, STOP),
     # The prompt.
     *_fields("echo", ("chat",), "not implemented for chat", (False,)),
     *_fields("add_special_tokens", ("chat",), "templates write special tokens", (False,)),
@@ -128,7 +127,7 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     # Within `sampling_params`.
     *_fields("spaces_between_special_tokens", IN_SAMPLING, ENCODED, None, "sampling_params"),
     *_fields("custom_params stream_interval", ("sglang",), "see above", None, "sampling_params"),
-    *_fields("regex ebnf structural_tag stop_regex", ("sglang",), CONSTRAINT, (), "sampling_params"),
+    *_fields("stop_regex", ("sglang",), STOP, (), "sampling_params"),
     *_fields("detokenize output_kind", ("vllm",), "the answer has token ids", None, "sampling_params"),
     *_fields("skip_clone output_text_buffer_length", ("vllm",), "internal to vLLM", None, "sampling_params"),
     *_fields("flat_logprobs stream_interval", ("vllm",), "internal to vLLM", None, "sampling_params"),
@@ -149,7 +148,6 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
         (),
         "sampling_params",
     ),
-    *_fields("guided_decoding", ("vllm",), CONSTRAINT, (), "sampling_params"),
 )
 
 

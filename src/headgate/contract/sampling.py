@@ -203,7 +203,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
         str | None,
         SamplingParameter(
             summary="A grammar, as `protocol.grammar` defines it, that the answer must match. Derived from "
-            "`response_format`, tools, `text.format` (responses) or `json_schema` (SGLang).",
+            "`response_format`, tools, `text.format` (responses) and the constraints of vLLM and SGLang.",
             rules=(Characters(MAX_GRAMMAR_CHARS),),
             apis=(),
         ),

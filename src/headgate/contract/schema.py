@@ -93,7 +93,20 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     json: Object | str | None = None  # a JSON schema
     regex: str | None = None
     choice: list[str] | None = None
+    grammar: str | None = None  # in Lark or EBNF
     json_object: bool | None = None
+    structural_tag: Object | str | None = None
+    # Of JSON.
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = (
+        None  # without effect: objects are closed unless their schema opens them
+    )
+    # The name of vLLM's library; ignored.
+    backend: Any = None
+    disable_fallback: Any = None
+    _backend: Any = None
+    _backend_was_auto: Any = None
 
 
 @accepts("chat", "completions")
@@ -101,8 +114,20 @@ class Sampled(Generation, kw_only=True, forbid_unknown_fields=True):
     """Fields that chat and completions share and responses do not have."""
 
     stream_options: StreamOptions | None = None
+    # One of these constrains the answer, see `api.generate.constraints`.
     response_format: Object | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Object | str | None = None  # these are the names before vLLM 0.12
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding: StructuredOutputs | None = None  # in `sampling_params`
+    structural_tag: Object | str | None = None
+    json_schema: Object | str | None = None  # this and the next two are SGLang's
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_whitespace_pattern: str | None = None  # of JSON
+    guided_decoding_backend: Any = None  # the name of vLLM's library; ignored
     return_tokens_as_token_ids: bool | None = None  # log-probabilities name tokens as `token_id:123`, as in vLLM
     kv_transfer_params: KvTransferParams | None = None  # prefill and decode on different servers, as in vLLM
 

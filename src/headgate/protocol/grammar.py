@@ -1,8 +1,9 @@
 """The form and the limits of grammars: the API process writes them, and the device enforces them.
 
 A grammar is text that llguidance accepts: either its JSON (`{"grammars": [{"json_schema": ...}]}`) or Lark with its
-extensions. Only `headgate.text.constraints` writes grammars, from schemas, patterns and tools. The limits below bound the
-cost of one grammar. Both sides use the same limits, so the API refuses a grammar that the device would give up on.
+extensions. `headgate.text.constraints` writes grammars, from schemas, patterns, tools and tags, and checks those that
+clients write. The limits below bound the cost of one grammar. Both sides use the same limits, so the API refuses a
+grammar that the device would give up on.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     SamplingParams(grammar=json_schema({"type": "object", "properties": {"age": {"type": "integer"}}}))
 
-Every function returns a grammar that an engine can enforce, or raises a RequestError with the reason. White space
-between JSON values is one space, or a newline and indentation, so that no answer can consist of endless white space.
+Every function returns a grammar that an engine can enforce, or raises a RequestError with the reason. Unless a client
+chooses otherwise, white space between JSON values is one space, or a newline and indentation, so that no answer can
+consist of endless white space.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,28 +20,51 @@ from llguidance import regex_to_lark
 
 from headgate.contract.sampling import MAX_GRAMMAR_CHARS
 from headgate.errors import RequestError
+from headgate.text.ebnf import is_ebnf, lark_of
 from headgate.text.grammar_check import complaint_about
 from headgate.text.trial import tried
 
-# Replaces this key of a schema, if present. With `lenient` off, a keyword that cannot be enforced is refused.
-_OPTIONS = {"x-guidance": {"whitespace_pattern": r" |\r?\n[ \t]{0,32}", "lenient": False}}
+DEFAULT_BLANKS = r" |\r?\n[ \t]{0,32}"
 
 Schema = Mapping[str, Any] | bool
 
 
-def json_schema(schema: Schema, *, param: str = "grammar") -> str:
+@dataclass(frozen=True, slots=True)
+class Blanks:
+    """White space between JSON values: by default one space, or a newline and indentation."""
+
+    pattern: str | None = None  # a regular expression
+    none: bool = False  # one space after a colon or comma, and no other
+
+    @property
+    def options(self) -> dict[str, Any]:
+        if self.none:
+            return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        return {"whitespace_pattern": DEFAULT_BLANKS if self.pattern is None else self.pattern}
+
+
+USUAL_BLANKS = Blanks()
+
+
+def json_schema(schema: Schema, *, param: str = "grammar", blanks: Blanks = USUAL_BLANKS) -> str:
     """Return the grammar of one JSON value that is valid against `schema`."""
-    return checked(f"start: {schema_rule(schema, param=param)}", param=param)
+    rule = schema_rule(schema, param=param, blanks=blanks)
+    return checked(f"start: {rule}", param=param, foreign=blanks.pattern is not None)
 
 
-def json_object() -> str:
+def json_object(*, param: str = "grammar", blanks: Blanks = USUAL_BLANKS) -> str:
     """Return the grammar of any JSON object."""
-    return json_schema({"type": "object"})
+    return json_schema({"type": "object"}, param=param, blanks=blanks)
 
 
-def regex(pattern: str, *, param: str = "grammar") -> str:
-    """Return the grammar of texts that `pattern` matches from their first character to their last."""
-    return checked(f"start: /{regex_to_lark(pattern, '')}/", param=param)
+def regex(written: str, *, param: str = "grammar") -> str:
+    """Return the grammar of texts that a regular expression matches from their first character to their last."""
+    return checked(f"start: {pattern(written)}", param=param)
+
+
+def grammar(written: str, *, param: str = "grammar") -> str:
+    """Return the grammar for one in Lark, or in EBNF as llama.cpp (GBNF) and XGrammar write it."""
+    return checked(context_free(written, param=param), param=param, foreign=True)
 
 
 def choice(answers: Iterable[str], *, param: str = "grammar") -> str:
@@ -52,13 +77,35 @@ def choice(answers: Iterable[str], *, param: str = "grammar") -> str:
 # -------------------------------------------------------------------------------------------- parts of other grammars
 
 
-def schema_rule(schema: Schema, *, param: str) -> str:
+def pattern(written: str) -> str:
+    """Return the part of a grammar that a regular expression matches."""
+    return f"/{regex_to_lark(written, '')}/"
+
+
+def context_free(written: str, *, param: str) -> str:
+    """Return a grammar in Lark or EBNF as Lark. It is not checked yet."""
+    _check_size(written, param)
+    if is_ebnf(written):
+        return lark_of(written, param=param)
+    if _TOKEN_IDS.search(_QUOTED.sub("", written)):
+        raise RequestError("the grammar cannot be enforced: it names ids of tokens; write their text", param=param)
+    return written
+
+
+# In Lark: `<[123]>` is a token, but not within a text, a pattern or a comment.
+_TOKEN_IDS = re.compile(r"<\s*\[")
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/')
+
+
+def schema_rule(schema: Schema, *, param: str, blanks: Blanks = USUAL_BLANKS) -> str:
     """Return `schema` as the right-hand side of a grammar rule."""
     if not isinstance(schema, Mapping | bool):
         raise RequestError("a JSON schema is an object or a boolean", param=param)
     root = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     try:
-        return f"%json {json.dumps(root | _OPTIONS, allow_nan=False)}"
+        # Replaces the key of the schema, if present. With `lenient` off, a keyword that cannot be enforced is refused.
+        options = {"x-guidance": {**blanks.options, "lenient": False}}
+        return f"%json {json.dumps(root | options, allow_nan=False)}"
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the schema is not JSON: {error}", param=param) from error
 
@@ -71,24 +118,29 @@ def literal(text: str) -> str:
 # ----------------------------------------------------------------------------------------------- checking grammars
 
 
-def checked(grammar: str, *, param: str = "grammar") -> str:
+def checked(grammar: str, *, param: str = "grammar", foreign: bool = False) -> str:
     """Return `grammar` if an engine can enforce it, else raise a RequestError.
 
     The check takes a tenth of a second at worst, because it has the limits of an engine. If several patterns of a
-    grammar may apply to the same text, it is checked in a separate process, which takes a few times as long.
+    grammar may apply to the same text, or a client wrote the rules (`foreign`), it is checked in a separate process,
+    which takes a few times as long.
     """
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise RequestError(
-            f"the grammar has {len(grammar)} characters; the maximum is {MAX_GRAMMAR_CHARS}", param=param
-        )
-    if complaint := _complaint(grammar):
+    _check_size(grammar, param)
+    if complaint := _complaint(grammar, foreign):
         raise RequestError(f"the grammar cannot be enforced: {complaint}", param=param)
     return grammar
 
 
+def _check_size(grammar: str, param: str) -> None:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"the grammar has {len(grammar)} characters; the maximum is {MAX_GRAMMAR_CHARS}", param=param
+        )
+
+
 @lru_cache(maxsize=256)
-def _complaint(grammar: str) -> str:
-    return tried(grammar) if _patterns_may_meet(grammar) else complaint_about(grammar)
+def _complaint(grammar: str, foreign: bool) -> str:
+    return tried(grammar) if foreign or _patterns_may_meet(grammar) else complaint_about(grammar)
 
 
 _PATTERN = re.compile(r'"(?:pattern|format)"\s*:')

@@ -28,7 +28,7 @@ from headgate.api.control import abort
 from headgate.api.control.health import PING_TIMEOUT_S, judge, overall
 from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
-from headgate.api.generate.constraints import response_format_grammar
+from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece, run
 from headgate.api.generate.jobs import Prompt, check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import LOWEST
@@ -40,7 +40,7 @@ from headgate.api.host import ServerContext, host_of
 from headgate.api.state import Api, api_of
 from headgate.contract.compatible import check_compatible, check_sampling_field
 from headgate.contract.control import new_version_of
-from headgate.contract.decoding import convert, decode
+from headgate.contract.decoding import convert
 from headgate.contract.errors import QueueFull
 from headgate.contract.event_json import encode
 from headgate.contract.orders import Order
@@ -67,6 +67,7 @@ from headgate.protocol.request import GenerateRequest
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 20.0
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")  # in `sampling_params`
 
 # ---------------------------------------------------------------------------------------------------------- /generate
 
@@ -149,10 +150,8 @@ def completion(asked: GenerateBody, params: dict[str, Any] | None) -> Completion
         "max_tokens": SAMPLING["max_tokens"].defaults["sglang"],
     }
     for name, value in (params or {}).items():
-        if name == "json_schema" and value is not None:
-            schema = decode(value.encode(), dict[str, Any]) if isinstance(value, str) else value
-            schema = convert(schema, dict[str, Any], name)
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        if name in CONSTRAINTS:
+            fields[name] = value
         elif name in SGLANG_TO_COMPLETIONS:
             fields[SGLANG_TO_COMPLETIONS[name]] = value
         else:
@@ -193,7 +192,7 @@ def _check_start(asked: GenerateBody, prompts: Sequence[Prompt]) -> None:
 async def _sampling(
     api: Api, asked: GenerateBody, body: CompletionRequest, context: RequestContext
 ) -> SamplingParams:
-    grammar = await response_format_grammar(api, body.response_format, context.share)
+    grammar = await answer_grammar(api, body, context.share)
     start, top = _scored_from(asked), asked.top_logprobs_num or 0
     return sampling_params(
         sampling_given(body, "completions"),

@@ -27,14 +27,13 @@ from headgate.api.generate.jobs import Prompt, check_choices, make_jobs, samplin
 from headgate.api.generate.prompts import chat_prompt, text_prompts
 from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, exchange
-from headgate.api.state import LONG_TEXT, Api, api_of
+from headgate.api.state import Api, api_of
 from headgate.contract.event_json import encode
 from headgate.contract.sampling import TextParams, sampling_given, text_params
 from headgate.contract.schema import CompletionRequest, Message
 from headgate.contract.trl import TrlConversations, TrlPrompts, TrlSampled, TrlSequences
 from headgate.edge.responses import json_response
 from headgate.protocol.plan import Logprobs
-from headgate.text.constraints import regex
 
 Scores = list[list[float | None]]
 Ids = list[list[int]]
@@ -93,10 +92,7 @@ async def _prepare(
     read: ReadPrompts,
     context: RequestContext,
 ) -> tuple[list[ChoiceJob], AnswerFormat]:
-    pattern, grammar = asked.structured_outputs_regex, await answer_grammar(api, body, context.share)
-    if pattern is not None:
-        compile_pattern = partial(regex, pattern, param="structured_outputs_regex")
-        grammar = await api.off_loop(context.share, LONG_TEXT, compile_pattern)  # even a short pattern may take long
+    grammar = await answer_grammar(api, body, context.share, structured_outputs_regex=asked.structured_outputs_regex)
     sampling = sampling_params(sampling_given(body, "completions"), grammar=grammar)
     jobs = make_jobs(body, await read(api, context.share), sampling, text)
     return jobs, WholeFormat(lambda jobs, answers: encode(_generated(jobs, answers, n=text.n)))

@@ -147,7 +147,7 @@ def completion_of(params: Mapping[str, Any], fields: Mapping[str, Any], within: 
     for name, value in params.items():
         if name in VLLM_TO_COMPLETIONS:
             fields[VLLM_TO_COMPLETIONS[name]] = value
-        elif name == "structured_outputs":
+        elif name in ("structured_outputs", "guided_decoding"):
             fields[name] = value
         else:
             check_sampling_field("vllm", name, value, within)

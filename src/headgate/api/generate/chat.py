@@ -21,7 +21,7 @@ from headgate.api.generate.answer_parts import (
     read,
 )
 from headgate.api.generate.choices_format import ChoicesFormat
-from headgate.api.generate.constraints import answer_grammar, constraint_for
+from headgate.api.generate.constraints import constraint_for, constraint_of
 from headgate.api.generate.generation import ChoiceJob, Piece
 from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
 from headgate.api.generate.logprobs import chat_logprobs, prompt_logprobs
@@ -110,10 +110,12 @@ def _asked_logprobs(body: ChatRequest) -> int | None:
 
 
 async def grammar_for(api: Api, body: ChatRequest, share: str) -> str | None:
-    if body.structured_outputs is not None and (body.tools is None or body.tool_choice == "none"):
-        return await answer_grammar(api, body, share)
-    if body.structured_outputs is not None:
-        raise RequestError("structured_outputs exclude tools, unless tool_choice is none", param="structured_outputs")
+    if (constraint := constraint_of(body)) is not None:
+        if body.tools is not None and body.tool_choice != "none":
+            raise RequestError(
+                f"{constraint.field} excludes tools, unless tool_choice is none", param=constraint.field
+            )
+        return await api.off_loop(share, LONG_TEXT, constraint.grammar)
     if body.response_format is None and body.tools is None and body.tool_choice is None:
         return None
     constrain = partial(

@@ -1,4 +1,7 @@
-"""Converts the constraints in a request body (`response_format`, `tool_choice`) to one grammar, `SamplingParams.grammar`.
+"""Converts the constraints in a request body to one grammar, `SamplingParams.grammar`.
+
+OpenAI has `response_format` and `tool_choice`. vLLM and SGLang have more fields for the same; a `Constraint` is the value
+of one of them. A request has one constraint: several are refused by name.
 
 A constraint that cannot be enforced is refused before the request reaches an engine, with the name of the field.
 
@@ -8,16 +11,28 @@ With `tool_choice: auto` the model decides whether to call a tool, and calls are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 from headgate.api.state import LONG_TEXT, Api
 from headgate.contract.decoding import decode
 from headgate.contract.schema import Sampled, StructuredOutputs
 from headgate.errors import RequestError
-from headgate.text.constraints import checked, choice, json_object, json_schema, regex, schema_rule
+from headgate.text.constraints import (
+    USUAL_BLANKS,
+    Blanks,
+    checked,
+    choice,
+    grammar,
+    json_object,
+    json_schema,
+    regex,
+    schema_rule,
+)
 from headgate.text.parsers.json_calls import HERMES, Markup
+from headgate.text.structural_tags import structural_tag
 from headgate.text.tools import Tool, call_rules
 
 MAX_TOOLS = 128
@@ -26,36 +41,111 @@ MAX_NAME_CHARS = 64
 Object = Mapping[str, Any]
 
 
-async def answer_grammar(api: Api, body: Sampled, share: str) -> str | None:
-    """The grammar of an answer without tools."""
-    if body.structured_outputs is None:
-        return await response_format_grammar(api, body.response_format, share)
-    if body.response_format is not None:
-        raise RequestError("give either response_format or structured_outputs", param="structured_outputs")
-    return await api.off_loop(share, LONG_TEXT, partial(structured_grammar, body.structured_outputs))
+Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+
+# The fields of a body, and what they hold.
+KINDS: Mapping[str, Kind] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+    "structured_outputs_regex": "regex",
+}
+NESTED: Sequence[Kind] = get_args(Kind)  # the fields of `structured_outputs`
 
 
-def structured_grammar(asked: StructuredOutputs) -> str | None:
-    """The grammar for vLLM's `structured_outputs`."""
-    param = "structured_outputs"
-    given = [name for name in asked.__struct_fields__ if getattr(asked, name) not in (None, False)]
-    if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} exclude each other; give one of them", param=param)
-    if asked.regex is not None:
-        return regex(asked.regex, param=f"{param}.regex")
-    if asked.choice is not None:
-        return choice(asked.choice, param=f"{param}.choice")
-    if asked.json is not None:
-        schema = decode(asked.json.encode(), dict[str, Any]) if isinstance(asked.json, str) else asked.json
-        return json_schema(schema, param=f"{param}.json")
-    return json_object() if asked.json_object else None
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the answer must match, and the field that says so."""
+
+    kind: Kind
+    value: Any
+    param: str
+    blanks: Blanks = USUAL_BLANKS
+
+    @property
+    def field(self) -> str:
+        """The field of the body."""
+        return self.param.partition(".")[0]
+
+    def grammar(self) -> str:
+        match self.kind:
+            case "json":
+                return json_schema(self._object(), param=self.param, blanks=self.blanks)
+            case "json_object":
+                return json_object(param=self.param, blanks=self.blanks)
+            case "regex":
+                return regex(self.value, param=self.param)
+            case "choice":
+                return choice(self.value, param=self.param)
+            case "grammar":
+                return grammar(self.value, param=self.param)
+            case "structural_tag":
+                return structural_tag(self._object(), param=self.param)
+
+    def _object(self) -> dict[str, Any]:
+        """The value, which clients may send as JSON in a string."""
+        if not isinstance(self.value, str):
+            return dict(self.value)
+        try:
+            return decode(self.value.encode(), dict[str, Any])
+        except RequestError as error:
+            raise RequestError(f"{self.param} is not a JSON object: {error}", param=self.param) from None
 
 
-async def response_format_grammar(api: Api, response_format: Object | None, share: str) -> str | None:
-    """The grammar for a `response_format`, if there is one. Runs in a thread: even a short schema may take long."""
-    if response_format is None:
+def constraint_of(body: Sampled, **more: Any) -> Constraint | None:
+    """The constraint of an answer, except for a `response_format` of OpenAI's API. `more`: fields of other bodies.
+
+    Raises a RequestError if there are several.
+    """
+    found = list(_constraints(body, more))
+    names = [each.param for each in found]
+    if _type_of(body.response_format) not in ("text", "structural_tag"):
+        names.insert(0, "response_format")
+    if found and len(names) > 1:
+        raise RequestError(f"{' and '.join(names)} exclude each other; give one of them", param=found[-1].field)
+    return found[0] if found else None
+
+
+def _type_of(response_format: Object | None) -> Any:
+    return "text" if response_format is None else response_format.get("type")
+
+
+def _constraints(body: Sampled, more: Mapping[str, Any]) -> Iterator[Constraint]:
+    if _type_of(body.response_format) == "structural_tag":
+        yield Constraint("structural_tag", body.response_format, "response_format")
+    for param, nested in (("structured_outputs", body.structured_outputs), ("guided_decoding", body.guided_decoding)):
+        if nested is not None:
+            yield from _nested_constraints(nested, param)
+    blanks = Blanks(body.guided_whitespace_pattern)
+    for name, kind in KINDS.items():
+        value = more[name] if name in more else getattr(body, name, None)
+        if value is not None:
+            yield Constraint(kind, value, name, blanks)
+
+
+def _nested_constraints(asked: StructuredOutputs, param: str) -> Iterator[Constraint]:
+    blanks = Blanks(asked.whitespace_pattern, none=bool(asked.disable_any_whitespace))
+    if asked.whitespace_pattern is not None and asked.disable_any_whitespace:
+        raise RequestError("whitespace_pattern and disable_any_whitespace exclude each other", param=param)
+    for kind in NESTED:
+        if (value := getattr(asked, kind)) not in (None, False):
+            yield Constraint(kind, value, f"{param}.{kind}", blanks)
+
+
+async def answer_grammar(api: Api, body: Sampled, share: str, **more: Any) -> str | None:
+    """The grammar of an answer without tools. `more`: constraints in fields of other bodies."""
+    if (constraint := constraint_of(body, **more)) is not None:
+        compiled: Callable[[], str | None] = constraint.grammar
+    elif body.response_format is not None:
+        compiled = partial(constraint_for, response_format=body.response_format)
+    else:
         return None
-    return await api.off_loop(share, LONG_TEXT, partial(constraint_for, response_format=response_format))
+    return await api.off_loop(share, LONG_TEXT, compiled)  # in a thread: even a short constraint may take long
 
 
 def constraint_for(
@@ -99,7 +189,8 @@ def answer_rule(response_format: Object | None) -> str | None:
             return schema_rule(schema, param="response_format.schema")
         case {"type": "json_schema"}:
             raise RequestError("a json_schema needs a schema", param="response_format.json_schema.schema")
-    raise RequestError("type must be text, json_object or json_schema", param="response_format.type")
+    types = "text, json_object, json_schema or structural_tag"
+    raise RequestError(f"type must be {types}", param="response_format.type")
 
 
 def read_tools(tools: Sequence[Object] | None) -> list[Tool]:
