@@ -20,6 +20,7 @@ from llguidance import regex_to_lark
 
 from headgate.contract.sampling import MAX_GRAMMAR_CHARS
 from headgate.errors import RequestError
+from headgate.text.closed_schemas import closed
 from headgate.text.ebnf import is_ebnf, lark_of
 from headgate.text.grammar_check import complaint_about
 from headgate.text.trial import tried
@@ -98,11 +99,11 @@ _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/')
 
 
 def schema_rule(schema: Schema, *, param: str, blanks: Blanks = USUAL_BLANKS) -> str:
-    """Return `schema` as the right-hand side of a grammar rule."""
+    """Return `schema` as the right-hand side of a grammar rule. Objects that list their properties are closed."""
     if not isinstance(schema, Mapping | bool):
         raise RequestError("a JSON schema is an object or a boolean", param=param)
-    root = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     try:
+        root = closed(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
         # Replaces the key of the schema, if present. With `lenient` off, a keyword that cannot be enforced is refused.
         options = {"x-guidance": {**blanks.options, "lenient": False}}
         return f"%json {json.dumps(root | options, allow_nan=False)}"
