@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from headgate import LLM, SamplingParams, offline
+from headgate.api.generate.structural_tags import structural_tag
 from headgate.errors import RequestError
 from headgate.offline import Completion
 from headgate.testing.tiny import tiny_model
 from headgate.text.constraints import choice, grammar, json_object, json_schema, regex
-from headgate.text.structural_tags import structural_tag
 from tests.resume import resume
 from tests.schemas import random_schema
 

@@ -161,6 +161,7 @@ class ServerConfig:
     tls: TlsFiles | None = None  # serve HTTPS with this certificate; None: HTTP
     logprobs_mode: LogprobsMode = "raw"  # for requests that do not set it
     pooling: Pooling = "last"  # of embeddings
+    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that do not set them
     reasoning_parser: str = "auto"  # auto (by the chat template), none, or a family in docs/models.md
     tool_parser: str = "auto"  # likewise
     max_queue: int = 1024  # choices accepted beyond those that run

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import strategies as st
 
 from headgate.api.generate.constraints import constraint_for
+from headgate.api.generate.structural_tags import structural_tag
 from headgate.errors import RequestError
 from headgate.text import constraints, trial
 from headgate.text.constraints import checked, json_schema, regex
 from headgate.text.ebnf import lark_of
 from headgate.text.grammar_check import complaint_about
-from headgate.text.structural_tags import structural_tag
 from tests.fuzzing.properties import fuzzed, leaves, odd_text, odd_values, replaced
 
 SCHEMA: dict[str, Any] = {

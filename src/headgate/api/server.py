@@ -128,6 +128,7 @@ async def _serve(
                 settings=ApiSettings(
                     logprobs_mode=config.logprobs_mode,
                     pooling=config.pooling,
+                    sampling=config.sampling,
                 ),
             )
             host = ServerContext(version, config.model_name, engines.replicas, ledger)

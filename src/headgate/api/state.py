@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +42,7 @@ TEXT_QUEUE = 1024  # the most texts that may wait for a thread
 class ApiSettings:
     max_choices: int = MOST_CHOICES  # per request
     logprobs_mode: LogprobsMode = "raw"  # unless the request, or the API that it uses, has another one
+    sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that do not set them
     keep_alive_s: float = 15.0  # the longest silence of a stream
     pooling: Pooling = "last"  # of embeddings
 

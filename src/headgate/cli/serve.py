@@ -101,6 +101,12 @@ def add_serve(command: CommandParser) -> None:
         help="default of requests: raw, scaled or processed (raw)",
     )
     add("--pooling", choices=get_args(Pooling), metavar="HOW", help="vectors: last token or mean (the checkpoint's)")
+    add(
+        "--generation-config",
+        default="auto",
+        metavar="WHAT",
+        help="sampling of requests that do not set it: auto (the model's file), none, or a path (auto)",
+    )
     for flag, parsers in (("--reasoning-parser", REASONING_PARSERS), ("--tool-parser", TOOL_PARSERS)):
         add(flag, choices=parsers, default="auto", metavar="NAME", help=f"{', '.join(parsers)} (auto)")
     add("--routed-experts", action="store_true", help="keep the experts of tokens, for return_routed_experts")
@@ -142,6 +148,7 @@ def add_serve(command: CommandParser) -> None:
 
 def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from headgate.api.server import run_server
+    from headgate.cli.recommended import recommended_sampling
     from headgate.listening import take_port
     from headgate.logs import set_up
     from headgate.model_store.find import Places, find_model
@@ -163,6 +170,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             tls=listener_tls(options),
             logprobs_mode=options.logprobs_mode,
             pooling=options.pooling or read_pooling(model.path) or "last",
+            sampling=recommended_sampling(model, options.generation_config),
             reasoning_parser=options.reasoning_parser,
             tool_parser=options.tool_parser,
             max_queue=options.max_queue,
@@ -309,6 +317,8 @@ def announce(ready: ServerReady) -> None:
 
 
 def ready_block(ready: ServerReady) -> str:
+    from headgate.cli.recommended import described
+
     config, info = ready.config, ready.info
     engines = f"{config.replicas}, each" + (f" of {info.ranks} ranks" if info.ranks > 1 else "")
     lines = {
@@ -319,6 +329,8 @@ def ready_block(ready: ServerReady) -> str:
         "listening": f"{ready.url} (API description: {ready.url}/openapi.json)",
         "dashboard": f"{ready.url}/dashboard",
     }
+    if config.sampling:
+        lines["sampling"] = f"{described(config.sampling)}, unless a request sets them"
     if info.routed is not None:
         lines["KV cache"] += f", and {info.routed.token_bytes} bytes per token for its experts"
     table = "\n".join(f"  {name:<10} {value}" for name, value in lines.items())
@@ -328,10 +340,11 @@ def ready_block(ready: ServerReady) -> str:
 def curl(ready: ServerReady) -> str:
     """Return a curl command that tries the server, to be pasted into a shell."""
     # Small models become incoherent at OpenAI's default temperature of 1.
-    settings = '"temperature": 0.2, "max_tokens": 100, "stream": true'
+    cool = "" if "temperature" in ready.config.sampling else '"temperature": 0.2, '
+    settings = f'{cool}"max_tokens": 100, "stream": true'
     path, body = "/v1/completions", f'{{"prompt": "Once upon a time", {settings}}}'
     if ready.chat:
-        question = '{"role": "user", "content": "What is the capital of France?"}'
+        question = '{"role": "user", "content": "What is the capital of Japan?"}'
         path, body = "/v1/chat/completions", f'{{"messages": [{question}], {settings}}}'
     key = ' -H "Authorization: Bearer $KEY"' if ready.config.api_keys else ""
     return f"curl -sN {ready.url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

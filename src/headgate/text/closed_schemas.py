@@ -18,11 +18,11 @@ Object = Mapping[str, Any]
 
 ROOT: Final = "#"
 DEFINITIONS: Final = ("$defs", "definitions")
-# Keywords whose values hold schemas: one, a list of them, or an object of them.
 NAMED: Final = frozenset(("properties", "patternProperties", "dependentSchemas"))
 ALTERNATIVES: Final = ("allOf", "anyOf", "oneOf")
 CONDITIONS: Final = ("not", "if", "then", "else", "dependentSchemas")
 FURTHER: Final = ("additionalProperties", "unevaluatedProperties", "propertyNames", "patternProperties")
+# Keywords whose values hold schemas: one, a list of them, or (`NAMED`) an object of them.
 HOLDERS: Final = frozenset(
     (*ALTERNATIVES, *CONDITIONS, *FURTHER, "properties", "items", "additionalItems", "prefixItems", "contains")
 )

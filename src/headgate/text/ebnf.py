@@ -38,7 +38,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Chain:
     items: tuple[Expression, ...]
 
 
@@ -53,7 +53,7 @@ class Repeat:
     suffix: str  # as Lark writes it
 
 
-Expression = Pattern | Reference | Sequence | Options | Repeat
+Expression = Pattern | Reference | Chain | Options | Repeat
 
 
 def is_ebnf(grammar: str) -> bool:
@@ -66,7 +66,7 @@ def lark_of(grammar: str, *, param: str) -> str:
     rules = _Parser(grammar, param).rules()
     if ROOT not in rules:
         raise _refusal(f"the grammar has no rule {ROOT}", param)
-    return _Writer(rules, param).lark()
+    return _LarkWriter(rules, param).lark()
 
 
 def _refusal(message: str, param: str) -> RequestError:
@@ -159,7 +159,7 @@ class _Parser:
         items: list[Expression] = []
         while (token := self._peek()) is not None and not self._ends_sequence(token):
             items.append(self._repeated(self._item()))
-        return items[0] if len(items) == 1 else Sequence(tuple(items))
+        return items[0] if len(items) == 1 else Chain(tuple(items))
 
     def _item(self) -> Expression:
         token = self._next()
@@ -242,7 +242,7 @@ def _code(char: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- writing
 
 
-class _Writer:
+class _LarkWriter:
     """Writes rules in Lark: `r_0` is a rule there, `T_0` a pattern."""
 
     def __init__(self, rules: Mapping[str, Expression], param: str) -> None:
@@ -266,7 +266,7 @@ class _Writer:
         if self._is_flat(node):
             return self._part(node)
         match node:
-            case Sequence(items):
+            case Chain(items):
                 return " ".join(self._runs(items))
             case Options(items):
                 flat = tuple(item for item in items if self._is_flat(item))
@@ -281,11 +281,11 @@ class _Writer:
                 run.append(item)
                 continue
             if run:
-                yield self._part(Sequence(tuple(run)))
+                yield self._part(Chain(tuple(run)))
                 run = []
             yield self._rule(item)
         if run:
-            yield self._part(Sequence(tuple(run)))
+            yield self._part(Chain(tuple(run)))
 
     def _part(self, node: Expression) -> str:
         """The name of a new pattern for `node`."""
@@ -304,7 +304,7 @@ def _written(node: Expression, inner: Callable[[Expression], str], named: Callab
             return lark
         case Reference(rule):
             return named(rule)
-        case Sequence(items):
+        case Chain(items):
             return f"({' '.join(map(inner, items))})" if items else '""'
         case Options(items):
             return f"({' | '.join(map(inner, items))})"
@@ -316,7 +316,7 @@ def _references(node: Expression) -> Iterator[str]:
     match node:
         case Reference(rule):
             yield rule
-        case Sequence(items) | Options(items):
+        case Chain(items) | Options(items):
             for item in items:
                 yield from _references(item)
         case Repeat(item):

@@ -30,7 +30,7 @@ from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece, run
-from headgate.api.generate.jobs import Prompt, check_choices, make_jobs, sampling_params
+from headgate.api.generate.jobs import Prompt, check_choices, make_jobs, recommended, sampling_params
 from headgate.api.generate.logprobs import LOWEST
 from headgate.api.generate.prompts import text_prompts
 from headgate.api.generate.reading import read_body
@@ -195,7 +195,7 @@ async def _sampling(
     grammar = await answer_grammar(api, body, context.share)
     start, top = _scored_from(asked), asked.top_logprobs_num or 0
     return sampling_params(
-        sampling_given(body, "completions"),
+        recommended(api, sampling_given(body, "completions")),
         logprobs=top if asked.return_logprob else None,
         prompt_logprobs=None if start is None else top,
         # The token at `start` itself is listed without a value.
@@ -406,7 +406,7 @@ async def model_info(request: Request) -> Response:
             "model_path": api.model_name,
             "tokenizer_path": api.model_name,
             "is_generation": True,
-            "preferred_sampling_params": None,
+            "preferred_sampling_params": dict(api.settings.sampling) or None,
             "weight_version": fleet.weight_label,
         }
     )

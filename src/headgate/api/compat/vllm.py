@@ -22,7 +22,7 @@ from headgate.api.control.lifecycle import controls_of, followed, pause_of
 from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Finish, Piece
-from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
+from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, recommended, sampling_params
 from headgate.api.generate.logprobs import chat_logprobs, prompt_logprobs
 from headgate.api.generate.prompts import text_prompt
 from headgate.api.generate.reading import read_body
@@ -163,7 +163,9 @@ async def _prepare(
     keeps, wanted = api.engines.info.routed is not None, asked.return_routed_experts
     given["return_routed_experts"] = keeps if wanted is None else wanted
     grammar = await answer_grammar(api, body, context.share)
-    sampling = sampling_params(given, prompt_logprobs=asked_prompt_logprobs(given, body), grammar=grammar)
+    sampling = sampling_params(
+        recommended(api, given), prompt_logprobs=asked_prompt_logprobs(given, body), grammar=grammar
+    )
     assert isinstance(body.prompt, list)
     prompt = await text_prompt(api, body.prompt, context.share)
     return make_jobs(body, [prompt], sampling, text), VllmTokensFormat(api, asked, text.n, context)

@@ -23,7 +23,7 @@ from headgate.api.generate.answer_parts import (
 from headgate.api.generate.choices_format import ChoicesFormat
 from headgate.api.generate.constraints import constraint_for, constraint_of
 from headgate.api.generate.generation import ChoiceJob, Piece
-from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
+from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, recommended, sampling_params
 from headgate.api.generate.logprobs import chat_logprobs, prompt_logprobs
 from headgate.api.generate.prompts import chat_prompt
 from headgate.api.generate.reading import read_body
@@ -69,7 +69,7 @@ async def prepare(
 async def chat_jobs(api: Api, body: ChatRequest, text: TextParams, share: str) -> list[ChoiceJob]:
     given = sampling_given(body, "chat")
     sampling = sampling_params(
-        given,
+        recommended(api, given),
         logprobs=_asked_logprobs(body),
         prompt_logprobs=asked_prompt_logprobs(given, body),
         grammar=await grammar_for(api, body, share),

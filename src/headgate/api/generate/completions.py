@@ -12,7 +12,7 @@ from headgate.api.generate.answer_format import AnswerFormat
 from headgate.api.generate.choices_format import ChoicesFormat
 from headgate.api.generate.constraints import answer_grammar
 from headgate.api.generate.generation import ChoiceJob, Piece
-from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, sampling_params
+from headgate.api.generate.jobs import asked_prompt_logprobs, check_choices, make_jobs, recommended, sampling_params
 from headgate.api.generate.logprobs import completion_logprobs, joined, prompt_logprobs, prompt_offsets
 from headgate.api.generate.prompts import text_prompts
 from headgate.api.generate.reading import read_body
@@ -51,7 +51,9 @@ async def prepare(
     given.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, given.get("min_tokens", 0)))
     asked = asked_prompt_logprobs(given, body)
     echoed = given.get("logprobs") if body.echo else None
-    sampling = sampling_params(given, prompt_logprobs=echoed if asked is None else asked, grammar=grammar)
+    sampling = sampling_params(
+        recommended(api, given), prompt_logprobs=echoed if asked is None else asked, grammar=grammar
+    )
     add_special = body.add_special_tokens is not False
     read = await text_prompts(api, prompts, context.share, add_special=add_special, echo=bool(body.echo))
     scored, prompt_scored = sampling.logprobs is not None, asked is not None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+from headgate.api.generate.structural_tags import structural_tag
 from headgate.api.state import LONG_TEXT, Api
 from headgate.contract.decoding import decode
 from headgate.contract.schema import Sampled, StructuredOutputs
@@ -32,7 +33,6 @@ from headgate.text.constraints import (
     schema_rule,
 )
 from headgate.text.parsers.json_calls import HERMES, Markup
-from headgate.text.structural_tags import structural_tag
 from headgate.text.tools import Tool, call_rules
 
 MAX_TOOLS = 128

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headgate.api.generate.generation import ChoiceJob, Finish, Resumed
+from headgate.api.state import Api
 from headgate.contract.sampling import SamplingParams, TextParams
 from headgate.contract.schema import Generation, ResumedChoice, Sampled
 from headgate.errors import RequestError
@@ -64,6 +65,14 @@ def make_jobs(
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
     ]
+
+
+def recommended(api: Api, given: dict[str, Any]) -> dict[str, Any]:
+    """`given` with the server's parameters where it has none."""
+    ours = dict(api.settings.sampling)
+    if "max_tokens" in ours:
+        ours["max_tokens"] = max(ours["max_tokens"], given.get("min_tokens", 0))
+    return ours | given
 
 
 def sampling_params(given: dict[str, Any], **own: Any) -> SamplingParams:

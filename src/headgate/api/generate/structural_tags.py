@@ -26,7 +26,7 @@ SOMETHING: Final = "/(?s:.+)/"
 
 def structural_tag(value: dict[str, Any], *, param: str = "grammar") -> str:
     """Return the grammar of answers with structural tags."""
-    return checked(_Writer(param).grammar(format_of(value, param)), param=param, foreign=True)
+    return checked(_TagWriter(param).grammar(format_of(value, param)), param=param, foreign=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Part:
 Parts = list[_Part]
 
 
-class _Writer:
+class _TagWriter:
     def __init__(self, param: str) -> None:
         self._param = param
         self._lines: list[str] = []

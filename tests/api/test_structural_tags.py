@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from headgate.api.generate.structural_tags import structural_tag
 from headgate.errors import RequestError
 from headgate.text import constraints
 from headgate.text.grammar_check import _any_bytes, complaint_about
-from headgate.text.structural_tags import structural_tag
 
 
 @pytest.fixture(autouse=True)
