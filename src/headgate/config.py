@@ -17,6 +17,7 @@ from headgate.errors import RequestError
 from headgate.logs import LogFormat
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s,]+")  # as browsers write it
 BACKENDS = ("auto", "torch", "cpu", "triton")
 # Of `headgate.text.parsers.families`, with `auto` and `none`.
 REASONING_PARSERS = ("auto", "none", "gpt_oss", "mistral", "ernie45", "glm45", "deepseek_r1", "qwen3")
@@ -132,6 +133,14 @@ class Registration:
             _check(url.startswith(("http://", "https://")), f"a {what} is http://HOST:PORT, not {url}")
 
 
+def _check_origins(origins: tuple[str, ...]) -> None:
+    for origin in origins:
+        _check(
+            origin == "*" or ORIGIN.fullmatch(origin) is not None,
+            f"an origin is * or SCHEME://HOST[:PORT] without a path, not {origin!r}",
+        )
+
+
 def _check_addresses(listen: str | None, peers: tuple[str, ...]) -> None:
     try:
         for peer in peers:
@@ -164,6 +173,7 @@ class ServerConfig:
     sampling: Mapping[str, float] = field(default_factory=dict)  # parameters of requests that do not set them
     reasoning_parser: str = "auto"  # auto (by the chat template), none, or a family in docs/models.md
     tool_parser: str = "auto"  # likewise
+    cors_origins: tuple[str, ...] = ()  # web pages that browsers let call the API: http://HOST:PORT, or *
     max_queue: int = 1024  # choices accepted beyond those that run
     max_body_bytes: int = 32 * 2**20  # largest request body
     client_stall_timeout_s: float = 30.0  # how long a client may leave sent bytes unread before it is disconnected
@@ -178,6 +188,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check(self.replicas >= 1, "replicas must be at least 1")
+        _check_origins(self.cors_origins)
         _check(self.max_queue >= 0, "max_queue must be at least 0")
         _check(self.client_stall_timeout_s > 0, "client_stall_timeout must be above 0")
         _check(self.drain_timeout_s >= 0, "drain_timeout must be at least 0")
@@ -214,6 +225,7 @@ class RouteConfig:
     host: str = "127.0.0.1"  # address to bind
     tls: TlsFiles | None = None  # serve HTTPS with this certificate; None: HTTP
     worker_tls: TlsFiles = SYSTEM_CAS  # for workers with https://
+    cors_origins: tuple[str, ...] = ()  # web pages that browsers let call the API: http://HOST:PORT, or *
     policy: str = "cache_aware"  # placement policy for mixed workers
     prefill_policy: str = "cache_aware"  # placement policy for prefill workers
     decode_policy: str = "least_tokens"  # placement policy for decode workers
@@ -243,6 +255,7 @@ class RouteConfig:
     log_level: str = "INFO"  # DEBUG, INFO, WARNING, ERROR
 
     def __post_init__(self) -> None:
+        _check_origins(self.cors_origins)
         for name in ("policy", "prefill_policy", "decode_policy"):
             value = getattr(self, name)
             _check(value in POLICIES, f"{name} must be one of {', '.join(POLICIES)}, not {value!r}")

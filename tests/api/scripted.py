@@ -16,6 +16,7 @@ from headgate.api.app import ServerApp, build_app
 from headgate.api.host import ServerContext
 from headgate.api.state import Api, ApiSettings
 from headgate.contract.keys import Keys
+from headgate.edge.cors import NO_PAGES, Cors
 from headgate.engine.client import Chunk
 from headgate.engine.moving_stream import Place
 from headgate.protocol.message import EngineInfo
@@ -74,6 +75,7 @@ def scripted_app(
     *,
     parsers: AnswerParsers | None = None,
     keys: Keys | None = None,
+    cors: Cors = NO_PAGES,
     **settings: Any,
 ) -> ServerApp:
     metrics = ServerMetrics()
@@ -90,15 +92,18 @@ def scripted_app(
         settings=ApiSettings(**settings),
     )
     host = ServerContext(version="0", model_name="scripted", replicas=[], ledger=ledger)
-    return build_app(api, host, keys or Keys(), 1 << 20)
+    return build_app(api, host, keys or Keys(), 1 << 20, cors)
 
 
 class Client:
     """One request to an app. `status` and `body` hold the part of the answer that was received so far."""
 
-    def __init__(self, app: ServerApp, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, app: ServerApp, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST"
+    ) -> None:
         self._app = app
         self._path = path
+        self._method = method
         self._headers = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         self._sent = [{"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}]
         self.gone = asyncio.Event()
@@ -110,7 +115,7 @@ class Client:
         scope = {
             "type": "http",
             "http_version": "1.1",
-            "method": "POST",
+            "method": self._method,
             "path": self._path,
             "raw_path": self._path.encode(),
             "query_string": b"",

@@ -157,7 +157,7 @@ def test_strict_clients_never_see_abort_nor_a_silent_success(server: LiveServer)
 
 
 def test_harmless_fields_are_ignored(server: LiveServer):
-    fields = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "reasoning_effort": "low"}
+    fields = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "reasoning_effort": "low"}
     assert server.post(PATH, asking(**fields)).status_code == 200
 
 

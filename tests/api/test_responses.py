@@ -74,11 +74,20 @@ def test_logprobs_are_returned_when_included(server: LiveServer):
     assert len(logprobs) == 30 and all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
 
 
+def test_values_that_change_nothing_are_accepted(server: LiveServer):
+    fields = {"background": False, "store": True, "truncation": "disabled", "prompt": None, "max_tool_calls": 3}
+    answer(server, asking(**fields, include=["web_search_call.action.sources"]))
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}, "include[1]"),
         ({"input": []}, "input"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),

@@ -46,6 +46,15 @@ def test_the_page_is_served_under_a_strict_policy(url, path):
     assert "frame-ancestors 'none'" in policy and answer.headers["x-content-type-options"] == "nosniff"
 
 
+def test_the_root_leads_to_the_dashboard_and_the_description(url):
+    with client(url) as http:
+        shown, listed = http.get("/", headers={"Accept": "text/html,*/*"}), http.get("/").json()
+        assert shown.headers["content-type"].startswith("text/html") and "unsafe" not in str(shown.headers)
+        links = re.findall(r'(?:href)="([^"]+)"', shown.text)
+        assert {"dashboard", "openapi.json"} <= set(links) and listed["dashboard"] == "/dashboard"
+        assert {http.get(f"/{link}").status_code for link in links} == {200}
+
+
 def test_the_page_loads_nothing_from_other_hosts_and_has_no_inline_code():
     for file in ASSETS.iterdir():
         text = file.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")

@@ -42,8 +42,10 @@ from headgate.contract.operations.operation import Operation
 from headgate.contract.operations.table import ON_SERVERS
 from headgate.dashboard.feed import Feed
 from headgate.edge.app import GatedApp
+from headgate.edge.cors import NO_PAGES, Cors
 from headgate.edge.dashboard import show_page
 from headgate.edge.gate import Gate
+from headgate.edge.root import show_root
 from headgate.edge.routing import Handler, routes_of
 
 # One handler per operation of a server; `routes_of` raises at import if one is missing or not declared.
@@ -128,6 +130,7 @@ HANDLERS: Final[Mapping[Operation, Handler]] = {
     trl_ops.HEALTH: health,
     trl_ops.GET_WORLD_SIZE: vllm.get_world_size,
     trl_ops.RESET_PREFIX_CACHE: trl.reset_prefix_cache,
+    pages.ROOT: show_root,
     **dict.fromkeys(pages.ASSETS, show_page),
     pages.EVENTS: dashboard.watch,
     pages.NUMBERS: dashboard.show_numbers,
@@ -137,10 +140,12 @@ ROUTES: Final[Sequence[Route]] = routes_of(ON_SERVERS, HANDLERS)
 
 
 class ServerApp(GatedApp):
-    def __init__(self, routes: Sequence[BaseRoute], keys: Keys, ledger: Ledger, max_body_bytes: int) -> None:
+    def __init__(
+        self, routes: Sequence[BaseRoute], keys: Keys, ledger: Ledger, max_body_bytes: int, cors: Cors = NO_PAGES
+    ) -> None:
         def gate(router: ASGIApp) -> Gate:
             self._intake = Intake(router, keys, ledger, max_body_bytes)
-            return Gate(self._intake, keys, refused=ledger.refuse)
+            return Gate(self._intake, keys, refused=ledger.refuse, cors=cors)
 
         super().__init__(routes, gate)
 
@@ -148,8 +153,8 @@ class ServerApp(GatedApp):
         self._intake.begin(scope, start)
 
 
-def build_app(api: Api, host: ServerContext, keys: Keys, max_body_bytes: int) -> ServerApp:
-    app = ServerApp(ROUTES, keys, api.ledger, max_body_bytes)
+def build_app(api: Api, host: ServerContext, keys: Keys, max_body_bytes: int, cors: Cors = NO_PAGES) -> ServerApp:
+    app = ServerApp(ROUTES, keys, api.ledger, max_body_bytes, cors)
     app.state.api = api
     app.state.host = host
     app.state.controls = Controls(api, host)

@@ -36,6 +36,7 @@ from headgate.contract.keys import Keys, is_loopback
 from headgate.contract.requests import UsageRecord
 from headgate.contract.trace_context import TraceContext
 from headgate.edge.certificates import renew
+from headgate.edge.cors import Cors
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow, limit_tls_buffer
 from headgate.edge.sharing import Sharing
 from headgate.edge.sse import STALLED, TRANSPORT
@@ -132,7 +133,7 @@ async def _serve(
                 ),
             )
             host = ServerContext(version, config.model_name, engines.replicas, ledger)
-            app = build_app(api, host, keys, config.max_body_bytes)
+            app = build_app(api, host, keys, config.max_body_bytes, Cors(config.cors_origins))
             ready = ServerReady(config, engines.info, url, template is not None, keys.warning)
             server = HttpServer(
                 app, listener, partial(announce, ready), config.client_stall_timeout_s, app.begin, config.tls

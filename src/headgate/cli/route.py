@@ -26,6 +26,7 @@ def add_route(command: argparse.ArgumentParser) -> None:
     add("--worker-ca", type=Path, metavar="FILE", help="CAs of https:// workers; default: the system's")
     add("--worker-certificate", type=Path, metavar="FILE", help="client certificate for workers that require one")
     add("--worker-certificate-key", type=Path, metavar="FILE", help="private key of that certificate")
+    add("--cors-origin", action="append", default=[], metavar="URL", help="web page origin that may call, or *")
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)  # see headgate serve
 
     add = command.add_argument_group("load balancing").add_argument
@@ -118,6 +119,7 @@ def route(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         host=options.host,
         tls=listener_tls(options),
         worker_tls=worker_tls(options),
+        cors_origins=tuple(options.cors_origin),
         policy=options.policy,
         prefill_policy=options.prefill_policy,
         decode_policy=options.decode_policy,

@@ -46,6 +46,7 @@ def add_serve(command: CommandParser) -> None:
     add = command.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
+    add("--cors-origin", action="append", default=[], metavar="URL", help="web page origin that may call, or *")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
     add_listener_tls(add)
     # Used by a supervising process that holds the other end of our standard input: the server exits when it closes.
@@ -168,6 +169,7 @@ def serve(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             replicas=options.replicas,
             host=options.host,
             tls=listener_tls(options),
+            cors_origins=tuple(options.cors_origin),
             logprobs_mode=options.logprobs_mode,
             pooling=options.pooling or read_pooling(model.path) or "last",
             sampling=recommended_sampling(model, options.generation_config),

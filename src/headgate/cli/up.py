@@ -62,6 +62,7 @@ def add_up(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
+    add("--cors-origin", action="append", default=[], metavar="URL", help="web page origin that may call, or *")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
     add(
         "--policy",
@@ -123,6 +124,7 @@ def up(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = RouteConfig(
         host=options.host,
         tls=listener_tls(options),
+        cors_origins=tuple(options.cors_origin),
         policy=options.policy,
         disaggregate_tokens=options.disaggregate_tokens,
         preempt_retry_count=options.preempt_retry_count,

@@ -50,6 +50,7 @@ ENCODED = "decoding never adds spaces"
 REASONING = "`--reasoning-parser` decides"
 PLACEMENT = "routers place requests"
 LOGGING = "concerns logs and metrics only"
+STORED = "nothing is stored"
 MEDIA = "models read text only"
 WEIGHTS = "there are no adapters"
 KV = "KV is transferred with `kv_ticket`"
@@ -98,7 +99,8 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("add_special_tokens", ("chat",), "templates write special tokens", (False,)),
     *_fields("documents", ("chat",), "pass them in `chat_template_kwargs`", ([],)),
     *_fields("chat_template", ("chat",), "the template of the model is used"),
-    *_fields("functions function_call", ("chat",), "use `tools` and `tool_choice`"),
+    *_fields("functions", ("chat",), "use `tools`", ([],)),
+    *_fields("function_call", ("chat",), "use `tool_choice`", ("none", "auto")),
     *_fields("prompt_embeds", ("completions",), MEDIA),
     *_fields("input_embeds", ("sglang",), MEDIA),
     *_fields("image_data video_data audio_data", ("sglang",), MEDIA, ([],)),
@@ -111,6 +113,17 @@ COMPATIBLE: Final[tuple[CompatibleField, ...]] = (
     *_fields("context_management", ("messages",), "prompts are not changed", ({}, {"edits": []}, KEEPS_ALL)),
     *_fields("user_profile_id workspace_id", ("messages",), LOGGING, None),
     *_fields("speed", ("messages",), "there is one speed", ("standard",)),
+    # Of OpenAI.
+    *_fields("store", CHOICES, STORED, (False,)),
+    *_fields("store", ("responses",), STORED, (True, False)),
+    *_fields("background", ("responses",), "an answer goes to the connection that asks for it", (False,)),
+    *_fields("previous_response_id conversation", ("responses",), f"{STORED}; send the conversation in `input`"),
+    *_fields("prompt", ("responses",), f"{STORED}; send the text in `input`"),
+    *_fields("truncation", ("responses",), CUT, ("disabled",)),
+    *_fields("modalities", ("chat",), "models write text only", (["text"],)),
+    *_fields("audio", ("chat",), "models write text only"),
+    *_fields("prediction", ("chat",), "changes the speed only", None),
+    *_fields("web_search_options", ("chat",), "models do not search"),
     # Adapters, KV, sessions, placement.
     *_fields("lora_path", (*CHOICES, "sglang"), WEIGHTS),
     *_fields("lora_id", ("sglang",), WEIGHTS),

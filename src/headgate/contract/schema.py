@@ -40,7 +40,6 @@ class Harmless(Common, kw_only=True, forbid_unknown_fields=True):
 
     user: Any = None
     metadata: Any = None
-    store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -178,7 +177,6 @@ class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -242,14 +240,9 @@ class ResponsesRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     top_logprobs: MostLogprobs | None = None
     include: list[str] | None = None
-    truncation: Literal["disabled", "auto"] | None = None
-    background: Literal[False] | None = None
     stream_options: StreamOptions | None = None
     reasoning: Any = None  # ignored
     max_tool_calls: Any = None  # ignored
-    previous_response_id: Any = None  # refused by name
-    conversation: Any = None  # refused by name
-    prompt: Any = None  # refused by name
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenize

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
+ROOT = "/"
 PATH = "/dashboard"
 EVENTS = f"{PATH}/events"
 NUMBERS = f"{PATH}/numbers"
@@ -33,6 +34,6 @@ HEADERS = {
 
 @cache
 def content(path: str) -> bytes:
-    """Return the content of the file at a path of `ASSETS`."""
-    name, _ = ASSETS[path]
+    """Return the content of the file at `ROOT` or a path of `ASSETS`."""
+    name = "root.html" if path == ROOT else ASSETS[path][0]
     return (files("headgate.dashboard") / "assets" / name).read_bytes()

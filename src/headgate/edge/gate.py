@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headgate.contract import ids
 from headgate.contract.errors import status_of
 from headgate.contract.keys import Caller, Keys
+from headgate.edge.cors import NO_PAGES, Cors, Headers
 from headgate.edge.responses import error_response, refusal_of
 from headgate.errors import HeadgateError, RequestError
 
@@ -46,19 +47,25 @@ class Gate:
         *,
         respond: Respond = error_response,
         refused: Callable[[RequestError], None] = _uncounted,
+        cors: Cors = NO_PAGES,
     ) -> None:
         self._app = app
         self._keys = keys
         self._respond = respond
         self._refused = refused
+        self._cors = cors
         self._ids = ids.Ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # the lifespan protocol and WebSockets are not supported
+            return None  # the lifespan protocol and WebSockets are not supported
         state = scope.setdefault("state", {})
         state["request_id"] = self._ids.draw()
-        answer = _GatedResponse(state, send)
+        answer = _GatedResponse(state, send, self._cors.headers(scope["headers"]))
+        if self._cors and (headers := self._cors.preflight(scope["method"], scope["headers"])) is not None:
+            headers = [*headers, (b"content-length", b"0")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            return await send({"type": "http.response.body", "body": b""})
         try:
             state["request_id"] = ids.given(scope["headers"]) or state["request_id"]
             caller = self._keys.caller(scope["path"], scope["headers"])
@@ -92,14 +99,15 @@ class Gate:
 
 
 class _GatedResponse:
-    """Adds the request id to the headers of a response. Handlers may change the id until the response starts."""
+    """Adds the request id, and `more`, to the headers of a response. Handlers may change the id until it starts."""
 
-    __slots__ = ("_send", "started", "state")
+    __slots__ = ("_more", "_send", "started", "state")
 
-    def __init__(self, state: dict[str, object], send: Send) -> None:
+    def __init__(self, state: dict[str, object], send: Send, more: Headers) -> None:
         self.state = state
         self.started = False
         self._send = send
+        self._more = more
 
     async def send(self, message: Message) -> None:
         if not self.started and message["type"] == "http.response.start":
@@ -107,6 +115,7 @@ class _GatedResponse:
             message["headers"] = [
                 *message.get("headers", ()),
                 (ids.HEADER, str(self.state["request_id"]).encode("latin-1", "replace")),
+                *self._more,
             ]
         await self._send(message)
 

@@ -36,6 +36,7 @@ from headgate.edge.dashboard import show_page, watched
 from headgate.edge.gate import Gate, caller_of
 from headgate.edge.reading import read_control, read_object
 from headgate.edge.responses import error_response, json_response
+from headgate.edge.root import show_root
 from headgate.edge.routing import Handler, routes_of
 from headgate.errors import RequestError
 from headgate.router.control import compat, fleet_status, membership, requests, scaling
@@ -66,7 +67,7 @@ class ControlPlane:
         self.registry = membership.Registry(router)
         self._sglang_workers = SglangWorkers(router, self.registry)
         self._feed = Feed(RouterSource(router, version))
-        self.app = GatedApp(self._routes(), partial(Gate, keys=router.keys, respond=_error_answer))
+        self.app = GatedApp(self._routes(), partial(Gate, keys=router.keys, respond=_error_answer, cors=router.cors))
 
     async def run(self) -> None:
         """Bring returning workers up to date, and remove workers whose heartbeats stop, until cancelled."""
@@ -107,6 +108,7 @@ class ControlPlane:
             **self._sglang_workers.handlers(),
             trl_ops.HEALTH: self._health,
             trl_ops.GET_WORLD_SIZE: self._get_world_size,
+            pages.ROOT: show_root,
             **dict.fromkeys(pages.ASSETS, show_page),
             pages.EVENTS: self._watch,
         }

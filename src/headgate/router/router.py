@@ -25,6 +25,7 @@ from headgate.contract.errors import MethodNotAllowed
 from headgate.contract.keys import Keys, is_loopback
 from headgate.contract.operations.table import RELAYED
 from headgate.edge.admission import Admission
+from headgate.edge.cors import Cors
 from headgate.edge.departures import Departures
 from headgate.edge.sharing import Sharing
 from headgate.errors import DuplicateId, RequestError, Unavailable
@@ -98,8 +99,9 @@ class Router:
         self.moved = MovedRequests()
         self.counters = RouterCounters()
         self.departures = Departures(log)
+        self.cors = Cors(config.cors_origins)
         self.connections = Connections(
-            self.handle, config.max_body_bytes, config.client_stall_timeout_s, self.fleet.outbox, fast_path
+            self.handle, config.max_body_bytes, config.client_stall_timeout_s, self.fleet.outbox, fast_path, self.cors
         )
         self.draining = False
         self.holding = False  # the fleet is paused or being paused: requests that a worker ends are not retried
@@ -120,7 +122,7 @@ class Router:
 
     def handle(self, client: Downstream, request: HttpRequest) -> Answering | None:
         head = request.head
-        if head.path not in RELAYED:
+        if head.path not in RELAYED or self.cors.preflight(head.method, head.headers) is not None:
             assert self.bridge is not None
             return self.bridge(client, request)
         try:

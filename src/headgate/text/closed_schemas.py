@@ -36,7 +36,7 @@ def closed(schema: Object) -> dict[str, Any]:
     places = dict(_places(schema))
     if (kept := _kept_open(places)) is None:
         return dict(schema)
-    root = _closed(schema, keep_open=ROOT in kept)
+    root: dict[str, Any] = _closed(schema, keep_open=ROOT in kept)
     for holder in DEFINITIONS:
         if isinstance(held := schema.get(holder), Mapping):
             root[holder] = {

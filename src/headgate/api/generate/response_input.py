@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headgate.api.generate.prompts import text_of
-from headgate.contract.decoding import refuse
 from headgate.contract.sampling import RESPONSES_TO_CHAT
 from headgate.contract.schema import (
     ChatRequest,
@@ -20,10 +19,26 @@ from headgate.contract.schema import (
 from headgate.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
+# They belong to tools and inputs that are not supported, so a response without them is complete.
+NEVER_THERE = (
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
 
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
-    refuse(body, "previous_response_id", "conversation", "prompt")
+    for i, name in enumerate(body.include or ()):
+        if name not in (LOGPROBS, *NEVER_THERE):
+            raise RequestError(
+                f"{name!r:.100} cannot be included (a response has its text, reasoning as text, calls and {LOGPROBS}); "
+                "leave it out",
+                param=f"include[{i}]",
+                code="unsupported_parameter",
+            )
     same = {name: getattr(body, name) for name in Generation.__struct_fields__}
     sampling = {name: getattr(body, field) for field, name in RESPONSES_TO_CHAT.items()}
     return ChatRequest(

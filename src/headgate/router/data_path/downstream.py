@@ -18,6 +18,7 @@ import msgspec
 
 from headgate.contract.error_answers import error_body_at
 from headgate.contract.errors import error_headers
+from headgate.edge.cors import NO_PAGES, Cors
 from headgate.edge.outflow import STALL_S, UNREAD_S, Outflow, limit_tls_buffer
 from headgate.errors import RequestError
 from headgate.router.data_path.fast_path import PYTHON, EventPipe, FastPath, request_head
@@ -84,12 +85,14 @@ class Connections:
         stall_s: float = STALL_S,
         outbox: Outbox | None = None,
         fast_path: FastPath = PYTHON,
+        cors: Cors = NO_PAGES,
     ) -> None:
         self.handle = handle
         self.read_request = fast_path.request
         self.open_pipe = fast_path.pipe
         self.outbox = outbox or Outbox()
         self.max_body_bytes = max_body_bytes
+        self.cors = cors
         self.stall_s = stall_s  # how long a client may read nothing
         self.closing = False
         self.heads: dict[bytes, Head] = {}  # known heads, by their bytes without the content length
@@ -150,6 +153,7 @@ class Downstream(asyncio.Protocol):
         self._in_head = True
         self._full = False  # the client reads too slowly
         self._refusal: BadHttp | None = None
+        self._cors: Headers = []  # for the head of the next answer
 
     # -- for the object that answers ----------------------------------------------------------
 
@@ -162,6 +166,8 @@ class Downstream(asyncio.Protocol):
         return self._transport
 
     def write(self, data: bytes) -> None:
+        if self._cors:
+            data, self._cors = with_headers(data, self._cors), []
         if self._transport is not None:
             self._outbox.write(self._transport, data)
 
@@ -321,6 +327,8 @@ class Downstream(asyncio.Protocol):
 
     def _begin(self, request: HttpRequest) -> None:
         self._current = request
+        if self._connections.cors:
+            self._cors = self._connections.cors.headers(request.head.headers)
         answering = self._connections.handle(self, request)
         if self._current is request:  # the request was not answered at once
             self._answering = answering
@@ -357,6 +365,7 @@ class Downstream(asyncio.Protocol):
         self._refusal = error
         if self._transport is not None and self._current is None and not self._waiting and not self.gone:
             self._since_s = self._loop.time()
+            self._cors = self._connections.cors.headers(self._head.headers)
             self.write(error_answer(error, keep_alive=False))
             # Closing while the client is sending would reset the connection, and the client might not read the error.
             self._outbox.flush()
@@ -394,6 +403,15 @@ REASONS = {
     503: b"Service Unavailable",
     504: b"Gateway Timeout",
 }
+
+
+def with_headers(answer: bytes, headers: Headers) -> bytes:
+    """Add headers to the beginning of an answer, unless it has the first of them: a worker may have set it."""
+    status, _, rest = answer.partition(b"\r\n")
+    if headers[0][0] in rest.partition(b"\r\n\r\n")[0].lower():
+        return answer
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"%b\r\n%b%b" % (status, lines, rest)
 
 
 def answer_head(status: int, headers: Headers) -> bytes:
