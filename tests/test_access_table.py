@@ -57,6 +57,7 @@ KNOWN = {
 HOSTS = {"loopback": "127.0.0.1", "exposed": "0.0.0.0"}  # only the config differs; tests listen on loopback
 # The paths that do not require the admin key, independent of the declarations: a wrong declaration fails here.
 OPEN = {
+    "/",
     "/dashboard",
     "/dashboard/icon.svg",
     "/dashboard/page.css",

@@ -23,12 +23,12 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def calls_of(routes: Iterable[Route]) -> set[tuple[str, str]]:
-    """The operations that a description must have; the dashboard is not part of the API."""
+    """The operations that a description must have; the dashboard and the page that leads to it are not part of the API."""
     return {
         (route.path.replace(":path}", "}"), method.lower())
         for route in routes
         for method in (route.methods or set()) - {"HEAD"}
-        if not route.path.startswith(page.PATH)
+        if route.path != page.ROOT and not route.path.startswith(page.PATH)
     }
 
 
