@@ -46,7 +46,6 @@ def add_serve(command: CommandParser) -> None:
     add = command.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
-    add("--cors-origin", action="append", default=[], metavar="URL", help="web page origin that may call, or *")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
     add_listener_tls(add)
     # Used by a supervising process that holds the other end of our standard input: the server exits when it closes.
@@ -92,6 +91,9 @@ def add_serve(command: CommandParser) -> None:
         metavar="LEVEL",
         help="debug, info, warning or error (info)",
     )
+
+    add = command.add_rare_group("web pages").add_argument
+    add("--cors-origin", action="append", default=[], metavar="URL", help="web page origin that may call, or *")
 
     add = command.add_rare_group("answers").add_argument
     add(
