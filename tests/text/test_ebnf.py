@@ -43,6 +43,7 @@ def allows(written: str, text: str) -> bool:
         ('root ::= "a" [a-z]* "end"', ["aend", "aendend"], ["aen", "end"]),
         ('root ::= ("a" | "ab") "bc"', ["abc", "abbc"], ["ab"]),
         ('root ::= "(" root ")" | [0-9]+', ["((12))", "1"], ["((1)", "()"]),
+        ('root ::= "(" root ")" [a-z]* "end" | "x"', ["(x)end", "((x)end)endend"], ["(x)", "(x)en"]),
         ('root ::= sum\nsum ::= sum "+" term | term\nterm ::= [0-9]+ | "(" sum ")"', ["1+(2+3)"], ["1+", "+1"]),
         (r"root ::= [-a] [a-] [a\-b] [^\]] [\u00e9]", ["-a-xé", "a-bbé"], ["-ac]é"]),
         ("root ::= .{2}", ["éx", "\n\n"], ["x", "xxx"]),

@@ -262,9 +262,7 @@ class _LarkWriter:
         return _written(node, self._pattern, lambda rule: self._names[rule])
 
     def _rule(self, node: Expression) -> str:
-        """The text of a rule whose parts without recursion are patterns of their own."""
-        if self._is_flat(node):
-            return self._part(node)
+        """The text of a recursive expression, whose parts without recursion are patterns of their own."""
         match node:
             case Chain(items):
                 return " ".join(self._runs(items))
