@@ -49,14 +49,14 @@ def browser():
 class OpenPage:
     """An open page, and the errors in its console."""
 
-    def __init__(self, browser, url: str, **options) -> None:
+    def __init__(self, browser, url: str, at: str = "", **options) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
         self.page = self.context.new_page()
         self.page.set_default_timeout(SOON_MS)
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda entry: self.errors.append(entry.text) if entry.type == "error" else None)
-        self.page.goto(f"{url}/dashboard")
+        self.page.goto(at or f"{url}/dashboard")
 
     def text(self, selector: str) -> str:
         return self.page.locator(selector).inner_text()
@@ -96,6 +96,12 @@ def look(browser) -> Iterator[object]:
     assert [error for seen in opened for error in seen.errors] == []
 
 
+WIDTHS = "spans => spans.map(span => ({tone: span.dataset.tone, width: parseFloat(span.style.width)}))"
+# Elements of the charts that are wider than their box.
+TOO_WIDE = """() => [...document.querySelectorAll(".line, .line-head, .line-value")]
+    .filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent)"""
+
+
 def live(seen: OpenPage) -> None:
     seen.wait('#link[data-link="live"]')
 
@@ -126,6 +132,55 @@ def test_numbers_change_under_load_and_a_click_shows_the_timeline_of_a_request(s
         assert (tmp_path / "light.png").read_bytes() != (tmp_path / "dark.png").read_bytes()
     seen.wait_text("#details-events", "finished: abort, client disconnect")
     seen.wait_text("#none", "No requests in flight")
+
+
+def test_a_request_has_a_page_that_can_be_linked_and_that_follows_it_to_its_end(server: LiveServer, look, tmp_path):
+    id = "link+me/100%"
+    seen = look(server.url)
+    with streaming(server.url, id):
+        seen.row(id).locator(".row-id").click()
+        seen.page.click("#details-link")
+        seen.wait_text("#details-log", "first token")
+        assert seen.page.url.endswith("#request=link%2Bme%2F100%25") and not seen.page.is_visible("#rows")
+        linked = look(server.url, at=seen.page.url)
+        linked.wait_text("#details-events", "accepted.*prefill.*decode")
+        assert linked.text("#details-title") == id and linked.page.title() == f"{id} · Headgate"
+        linked.page.set_viewport_size({"width": 360, "height": 800})
+        linked.screenshot(tmp_path / "request.png")
+        linked.page.click("#details-abort")
+        linked.wait_text("#details-events", "finished: abort, api abort")
+    linked.page.click("#details-back")
+    linked.wait_text(".ended >> nth=0", re.escape(id))
+
+
+def test_the_page_of_an_unknown_request_says_so(server: LiveServer, look):
+    seen = look(server.url, at=f"{server.url}/dashboard#request=nobody")
+    seen.wait_text("#details-events", "there is no request 'nobody'")
+    assert not seen.page.is_visible("#details-abort")
+    seen.errors = [error for error in seen.errors if "404" not in error]
+
+
+def test_a_bar_shows_decode_from_the_first_token_on(server: LiveServer, look):
+    """The first frame that has the request may be a second late, and then has tokens already."""
+    seen = look(server.url)
+    with streaming(server.url, "decoding"):
+        seen.row("decoding").wait_for()
+        pieces = seen.row("decoding").locator(".bar > span")
+        wait_until(lambda: pieces.count() > 1, 10)
+        prefill, decode = pieces.evaluate_all(WIDTHS)
+    assert (prefill["tone"], decode["tone"]) == ("prefill", "decode") and prefill["width"] < decode["width"]
+
+
+def test_an_idle_page_shows_how_to_send_a_request_or_those_that_have_ended(server: LiveServer, look):
+    seen = look(server.url)
+    live(seen)
+    seen.wait("#example:visible, #latest:visible")
+    with streaming(server.url, "was-here"):
+        seen.row("was-here").wait_for()
+    seen.wait_text(".ended >> nth=0", r"was-here.*completion · client disconnect.*tok")
+    assert not seen.page.is_visible("#example")
+    seen.page.get_by_role("button", name="was-here").click()
+    seen.wait_text("#details-events", "finished: abort, client disconnect")
 
 
 def test_5_a_click_aborts_a_stream_and_its_client_gets_the_partial_answer(server: LiveServer, look):
@@ -238,14 +293,18 @@ def test_every_control_can_be_reached_by_keyboard(server: LiveServer, look):
         seen.row("by-keyboard").wait_for(state="detached")
 
 
-def test_on_a_phone_nothing_is_wider_than_the_screen(server: LiveServer, look, tmp_path):
+@pytest.mark.parametrize("width", [360, 768, 1280, 1920])
+def test_nothing_is_wider_than_the_screen(server: LiveServer, look, tmp_path, width):
     seen = look(server.url)
-    seen.page.set_viewport_size({"width": 390, "height": 844})
+    seen.page.set_viewport_size({"width": width, "height": 844})
     with streaming(server.url, "small-1"):
         seen.row("small-1").wait_for()
         seen.page.wait_for_timeout(2500)  # until numbers have their full width
-        assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
-        seen.screenshot(tmp_path / "phone.png")
+        longest = "first => { first.firstChild.data = '1 min 59 s'; }"
+        seen.page.locator(".line-value > span").evaluate_all(f"spans => spans.forEach({longest})")
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert seen.page.evaluate(TOO_WIDE) == []
+        seen.screenshot(tmp_path / "page.png")
 
 
 def test_11_an_api_key_shows_its_own_requests_and_the_admin_key_enables_controls(model: Path, look):

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from headgate.dashboard.feed import Feed, TooManyWatchers
-from headgate.dashboard.frame import FleetView, HistogramBounds, MemberView, RequestView, Viewer
+from headgate.dashboard.frame import EndedView, FleetView, HistogramBounds, MemberView, RequestView, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.edge import dashboard
 from headgate.router.data_path.bridge import AppCall
@@ -44,6 +44,10 @@ class Steady:
             RequestView(id, tenant, "chat", "decode", 1.0, 5, "0") for tenant, id in self.live if viewer.sees(tenant)
         ]
         return mine[:most], len(mine)
+
+    def ended(self, viewer: Viewer, most: int) -> list[EndedView]:
+        past = [EndedView(f"old-{id}", tenant, "chat", 3.0, 1.5, "eos") for tenant, id in self.live]
+        return [each for each in past if viewer.sees(each.tenant)][:most]
 
 
 async def take(feed: Feed, viewer: Viewer, number: int) -> list[dict[str, Any]]:
@@ -124,6 +128,33 @@ def test_a_returning_viewer_gets_a_new_sample_instead_of_a_stale_one():
     assert run(main()) == 2
 
 
+def test_growth_while_nobody_watched_is_not_shown_as_a_spike():
+    async def main() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        source = Steady()
+        feed = Feed(source, interval_s=0.01)
+        with feed.watching():
+            before = await take(feed, ADMIN, 3)
+        source.looks += 1_000_000
+        await asyncio.sleep(3600)
+        with feed.watching():
+            return before, await take(feed, ADMIN, 2)
+
+    before, (first, second) = run(main())
+    assert before[-1]["now"][1] > 0 and first["now"] is None
+    assert second["now"][1] <= 1000  # ten tokens in one interval
+
+
+def test_a_reloaded_page_misses_nothing():
+    async def main() -> list[dict[str, Any]]:
+        feed = Feed(Steady(), interval_s=0.01)
+        with feed.watching():
+            await take(feed, ADMIN, 2)
+        with feed.watching():
+            return await take(feed, ADMIN, 2)
+
+    assert all(frame["now"] for frame in run(main()))
+
+
 def test_a_slow_reader_gets_the_latest_frame_at_once():
     async def main() -> tuple[int, int]:
         source = Steady()
@@ -161,6 +192,7 @@ def test_11_a_tenant_sees_its_own_requests_and_a_viewer_without_key_sees_none():
     admin, blue, stranger, alone = run(main())
     assert [request[0] for request in admin["requests"]] == ["no-tenant", "b1", "r1", "b2"]
     assert [request[0] for request in blue["requests"]] == ["b1", "b2"] and blue["total"] == 2
+    assert [request[0] for request in blue["ended"]] == ["old-b1", "old-b2"] and stranger["ended"] == []
     assert stranger["requests"] == [] and stranger["total"] == 0 and stranger["sees_requests"] is False
     assert len(alone["requests"]) == 4 and alone["sees_requests"] is True
 

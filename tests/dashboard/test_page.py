@@ -95,9 +95,9 @@ def test_the_feed_reports_engines_requests_and_rates(server):
     assert card["held"] + card["cached"] <= card["total"] == ENGINE["kv_blocks"]
     requests = {request[0]: request for request in last["requests"]}
     assert set(requests) == {"seen-1", "seen-2"} and last["total"] == 2
-    _, tenant, kind, phase, age_s, tokens, worker, moves = requests["seen-1"]
+    _, tenant, kind, phase, age_s, tokens, worker, moves, first_token_s = requests["seen-1"]
     assert (tenant, kind, phase, worker, moves) == ("", "completion", "decode", "0", 0)
-    assert age_s > 1 and tokens > 10
+    assert age_s > 1 and tokens > 10 and 0 < first_token_s < age_s
     _, tokens_s, _, running, _, _, _, between_p50, between_p99, *_ = last["now"]
     assert card["tokens_s"] == tokens_s and running == 2
     assert 0 < between_p50 <= between_p99 < 10
@@ -206,6 +206,12 @@ def test_11_with_keys_each_tenant_of_a_server_sees_its_own_requests_and_a_key_is
         assert http.get("/dashboard/numbers").status_code == 401
         with streaming(server.url, "of-blue", key="blue-key"), streaming(server.url, "of-red", key="red-key"):
             seen = {key: first_frame(server.url, key) for key in ("blue-key", "red-key", "boss")}
+        wait_until(lambda: len(first_frame(server.url, "boss")["ended"]) == 2)
+        after = {key: first_frame(server.url, key)["ended"] for key in ("blue-key", "red-key", "boss")}
+    ended = {key: {(request[0], request[5]) for request in requests} for key, requests in after.items()}
+    both = {("of-blue", "client_disconnect"), ("of-red", "client_disconnect")}
+    assert ended["boss"] == both and ended["blue-key"] | ended["red-key"] == both
+    assert [len(ended[key]) for key in ("blue-key", "red-key")] == [1, 1]
     listed = {key: [request[0] for request in frame["requests"]] for key, frame in seen.items()}
     assert listed == {"blue-key": ["of-blue"], "red-key": ["of-red"], "boss": ["of-blue", "of-red"]}
     assert {key: frame["admin"] for key, frame in seen.items()} == {"blue-key": False, "red-key": False, "boss": True}
@@ -217,8 +223,15 @@ def test_11_with_keys_each_tenant_of_a_router_sees_its_own_requests(server):
             assert http.get("/dashboard").status_code == 200 and http.get("/dashboard/events").status_code == 401
         with streaming(router.url, "of-blue", key="blue-key"):
             red, boss = first_frame(router.url, "red-key"), first_frame(router.url, "boss")
+        wait_until(lambda: first_frame(router.url, "boss")["ended"])
+        after = {key: first_frame(router.url, key)["ended"] for key in ("blue-key", "red-key", "boss")}
     assert red["requests"] == [] and red["total"] == 0
-    assert [request[:2] for request in boss["requests"]] == [["of-blue", "blue"]]
+    ((id, tenant, _, phase, *_, first_token_s),) = boss["requests"]
+    assert (id, tenant, phase) == ("of-blue", "blue", "decode") and first_token_s is not None
+    assert after["red-key"] == [] and after["blue-key"] != []
+    assert [(id, tenant, path, cause) for id, tenant, path, _, _, cause, _, _ in after["boss"]] == [
+        ("of-blue", "blue", "completions", "client_disconnect")
+    ]
 
 
 def test_a_page_of_another_origin_sees_no_requests(server):

@@ -23,7 +23,8 @@ INTERVAL_S = 1.0
 STALE = 3  # number of intervals after which a sample is too old to show
 HISTORY = 240  # number of points kept, one per second
 MOST_WATCHERS = 32
-MOST_REQUESTS = 50  # most requests listed in a frame
+MOST_REQUESTS = 50  # most requests in flight listed in a frame
+MOST_ENDED = 10  # most ended requests listed in a frame
 
 encode = msgspec.json.Encoder().encode
 
@@ -39,6 +40,7 @@ class Feed:
         self._interval_s = interval_s
         self._most_watchers = most_watchers
         self._watchers = 0
+        self._unwatched = False  # all viewers have left since the last sample
         self._meter = Meter()
         self._history: deque[Point] = deque(maxlen=HISTORY)
         self._number = 0  # number of the last sample
@@ -56,6 +58,7 @@ class Feed:
             yield
         finally:
             self._watchers -= 1
+            self._unwatched = not self._watchers
 
     async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
         """Yield server-sent events until the source ends; the first one has the history."""
@@ -78,11 +81,17 @@ class Feed:
 
     def _has_newer(self, seen: int) -> bool:
         """Whether there is a newer sample that is not stale, as one taken before all viewers left would be."""
-        return self._number > seen and asyncio.get_running_loop().time() - self._sampled_s < STALE * self._interval_s
+        return self._number > seen and not self._is_stale()
+
+    def _is_stale(self) -> bool:
+        return asyncio.get_running_loop().time() - self._sampled_s >= STALE * self._interval_s
 
     async def _sample(self) -> None:
         clock = asyncio.get_running_loop().time
         await asyncio.sleep(max(0.0, self._sampled_s + self._interval_s - clock()))
+        if self._unwatched and self._is_stale():
+            self._meter = Meter()  # what has grown meanwhile did not grow within one second
+        self._unwatched = False
         began_s = clock()
         view = await self._source.look()
         self._sampled_s = began_s
@@ -123,6 +132,7 @@ class Feed:
 
     def _frame(self, view: FleetView, viewer: Viewer, *, first: bool) -> Frame:
         requests, total = self._source.requests(viewer, MOST_REQUESTS) if viewer.sees_requests else ([], 0)
+        ended = self._source.ended(viewer, MOST_ENDED) if viewer.sees_requests else []
         return Frame(
             kind=self._source.kind,
             version=self._source.version,
@@ -134,6 +144,7 @@ class Feed:
             sees_requests=viewer.sees_requests,
             requests=requests,
             total=total,
+            ended=ended,
             now=self._point,
             history=list(self._history) if first else None,
         )

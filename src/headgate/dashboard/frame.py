@@ -40,6 +40,20 @@ class RequestView(msgspec.Struct, array_like=True):
     tokens: int
     worker: str | None
     moves: int = 0
+    first_token_s: float | None = None  # after its arrival
+
+
+class EndedView(msgspec.Struct, array_like=True):
+    """A request that has ended, without any text. A router has only what it knew without parsing the answer."""
+
+    id: str
+    tenant: str
+    kind: str
+    ago_s: float
+    took_s: float
+    end: str  # the cause of its end; empty if it is not known
+    tokens: int | None = None
+    moves: int = 0
 
 
 class Point(msgspec.Struct, array_like=True):
@@ -86,6 +100,7 @@ class Frame(msgspec.Struct, kw_only=True):
     sees_requests: bool
     requests: list[RequestView]  # the oldest requests that the viewer may see
     total: int  # requests in flight that the viewer may see
+    ended: list[EndedView] = []  # the latest ones that the viewer may see, latest first
     now: Point | None  # None until there are two samples
     history: list[Point] | None = None  # only in the first frame of a stream
 
@@ -118,3 +133,6 @@ class Source(Protocol):
 
     def requests(self, viewer: Viewer, most: int) -> tuple[list[RequestView], int]:
         """Return the oldest requests that the viewer may see, as of the last sample, and their total number."""
+
+    def ended(self, viewer: Viewer, most: int) -> list[EndedView]:
+        """Return the latest requests that have ended and that the viewer may see, latest first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from itertools import count
@@ -30,7 +30,6 @@ from headgate.edge.departures import Departures
 from headgate.edge.sharing import Sharing
 from headgate.errors import DuplicateId, RequestError, Unavailable
 from headgate.protocol.command import PauseMode
-from headgate.protocol.output import Cause
 from headgate.router.control.fan_out import WorkerCalls
 from headgate.router.counters import RouterCounters
 from headgate.router.data_path.downstream import Answering, Connections, Downstream, Head, HttpRequest, error_answer
@@ -41,7 +40,7 @@ from headgate.router.data_path.upstream import Headers
 from headgate.router.exchange.attempt import Answered, Lost, Outcome
 from headgate.router.exchange.placement import Placement
 from headgate.router.exchange.prefill import PREFILL
-from headgate.router.exchange.relay import Exchange, NoWorker
+from headgate.router.exchange.relay import EndedExchange, Exchange, NoWorker
 from headgate.router.exchange.retry_state import RetryBudget, RetryState
 from headgate.router.exchange.timeline import MovedRequest, MovedRequests
 from headgate.router.fleet.fleet import Workers
@@ -61,6 +60,7 @@ log = logging.getLogger(__name__)
 JOURNALLED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages"))
 KEEP_ALIVE_S = 10.0
 SESSION_HEADERS = (b"x-session-id", b"x-smg-routing-key", b"x-routing-key")  # the first one given counts
+ENDED_KEPT = 1000  # how many ended requests the dashboard may show
 REFRESH_INTERVAL_S = 0.1  # least time between two rounds of probes for requests that would be refused as paused
 RETURNING = ("starting", "stopping", "down", "outdated")  # states that workers may leave without a resume
 AWAITED = (*RETURNING, "ready")  # states of workers that are worth waiting for
@@ -97,6 +97,7 @@ class Router:
         self.keys = Keys(config.api_keys, config.admin_key, exposed=not is_loopback(config.host))
         self.live: dict[Key, Exchange] = {}
         self.moved = MovedRequests()
+        self.ended: deque[EndedExchange] = deque(maxlen=ENDED_KEPT)
         self.counters = RouterCounters()
         self.departures = Departures(log)
         self.cors = Cors(config.cors_origins)
@@ -179,6 +180,7 @@ class Router:
     def exchange_ended(self, exchange: Exchange) -> None:
         if self.live.get(exchange.key) is exchange:
             del self.live[exchange.key]
+            self.ended.append(exchange.summary())
             if exchange.departures:
                 moved = MovedRequest(exchange.began, self.loop.time(), exchange.departures)
                 self.moved.keep(exchange.tenant, exchange.id, moved)
@@ -315,7 +317,7 @@ class Router:
         log.debug("%s: %s", exchange.id, error.message)
 
     def client_left(self, exchange: Exchange) -> None:
-        cause: Cause = "client_stalled" if exchange.client.stalled else "client_disconnect"
+        cause = exchange.departure_cause
         self.counters.clients_left[cause] += 1
         if exchange.info.stream:
             self.departures.note(exchange.client.peer, exchange.id, exchange.journal.tokens, cause)

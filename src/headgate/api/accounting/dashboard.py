@@ -12,16 +12,20 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headgate.api.accounting.ledger import PREFILL, PROBE
 from headgate.api.accounting.metrics import EngineView, query_engines
 from headgate.api.control.requests import SequenceStatuses, in_flight, query_sequences
 from headgate.api.host import ServerContext, host_of
 from headgate.api.state import Api
 from headgate.contract.dashboard import BOUNDS, EngineNumbers, Numbers, state_of
+from headgate.contract.requests import UsageRecord
 from headgate.dashboard.feed import Feed
-from headgate.dashboard.frame import FleetView, MemberView, RequestView, Viewer
+from headgate.dashboard.frame import EndedView, FleetView, MemberView, RequestView, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.edge.dashboard import watched
 
+MOST_SEARCHED = 1000  # ended requests that are searched for those of one viewer
+UNLISTED = (PROBE, PREFILL)
 QUERY_TIMEOUT_S = 0.8  # an engine that takes longer is shown as not responding
 
 # From our phases to those that the page shows; a phase that is not listed is shown as it is.
@@ -69,9 +73,28 @@ class ServerSource:
                     round(request.age_s, 2),
                     request.output_tokens,
                     worker,
+                    first_token_s=None if record.first_token_s is None else round(record.first_token_s, 3),
                 )
             )
         return shown, len(mine)
+
+    def ended(self, viewer: Viewer, most: int) -> list[EndedView]:
+        ledger = self._host.ledger
+        past = islice(ledger.latest(), MOST_SEARCHED)
+        mine = (each for each in past if viewer.sees(each.usage.tenant) and each.usage.kind not in UNLISTED)
+        return [_ended(each.usage, ledger.clock() - each.arrived_s) for each in islice(mine, most)]
+
+
+def _ended(usage: UsageRecord, age_s: float) -> EndedView:
+    return EndedView(
+        usage.request_id,
+        usage.tenant,
+        usage.kind,
+        ago_s=round(age_s - usage.elapsed_s, 2),
+        took_s=round(usage.elapsed_s, 3),
+        end=usage.cause,
+        tokens=usage.output_tokens,
+    )
 
 
 def phase_of(phase: str, output_tokens: int) -> str:

@@ -25,7 +25,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 from weakref import WeakSet
@@ -393,6 +393,10 @@ class Ledger:
         """The latest ended request with this label, of one tenant or of all tenants, if it is still in the history."""
         found = [past for key in self._keys(label, tenant) if (past := self._history.get(key))]
         return max(found, key=lambda past: past.arrived_s, default=None)
+
+    def latest(self) -> Iterator[Past]:
+        """The ended requests that are still in the history, latest first."""
+        return reversed(self._history.values())
 
     def _keys(self, label: str, tenant: str | None) -> list[Key]:
         return [(name, label) for name in (self._tenants if tenant is None else (tenant,))]

@@ -47,6 +47,12 @@ function seconds(value) {
   return `${Math.floor(value / 60)} min${left ? ` ${left} s` : ""}`;
 }
 
+/** A duration in whole seconds, minutes or hours. */
+function whole(value) {
+  const unit = value < 60 ? ["s", 1] : value < 3600 ? ["min", 60] : ["h", 3600];
+  return `${Math.max(1, Math.floor(value / unit[1]))} ${unit[0]}`;
+}
+
 /** Give `parent` one child per item. A child is reused as long as its key exists, so that it keeps the focus. */
 function keyed(parent, items, key, create, update) {
   const kept = new Map([...parent.children].map((child) => [child.dataset.key, child]));
@@ -241,7 +247,12 @@ function drawHead(next) {
   write($("what"), [next.model || "no model", `${next.kind} ${next.version}`, viewer].join(" · "));
   $("state").dataset.state = next.state;
   write($("state"), next.state);
-  document.title = `${next.state} · Headgate`;
+  drawTitle();
+}
+
+function drawTitle() {
+  const shown = document.body.classList.contains("one") ? details : frame?.state;
+  document.title = [shown, "Headgate"].filter(Boolean).join(" · ");
 }
 
 // --------------------------------------------------------------------------------------------------- the controls
@@ -282,6 +293,7 @@ async function askForKey() {
   else if (dialog.returnValue === "forget") sessionStorage.removeItem(KEY);
   else return;
   pasts.clear();
+  settled = false;
   stream?.abort();
   keyGiven();
 }
@@ -461,7 +473,7 @@ function nearest(at) {
 // ------------------------------------------------------------------------------------------------------- requests
 
 // Indices of the fields of a RequestView; see frame.py.
-const ID = 0, TENANT = 1, KIND = 2, PHASE = 3, AGE = 4, DONE_TOKENS = 5, WORKER = 6, MOVES = 7;
+const ID = 0, TENANT = 1, KIND = 2, PHASE = 3, AGE = 4, DONE_TOKENS = 5, WORKER = 6, MOVES = 7, FIRST_TOKEN = 8;
 
 $("phases").append(...PHASES.map((phase) => make("li", { "data-tone": phase }, phase)));
 
@@ -476,6 +488,7 @@ function drawRequests(next) {
   write($("none"), next.sees_requests ? "No requests in flight." : "Requests are shown only with a key.");
   $("scale").hidden = !next.requests.length;
   write($("scale").firstElementChild, `${seconds(oldest)} ago`);
+  drawEnded(next);
 }
 
 function remember(requests, now) {
@@ -486,7 +499,16 @@ function remember(requests, now) {
     const past = pasts.get(request[ID]);
     if (!past || past[0].at < began - 2) pasts.set(request[ID], [{ phase: request[PHASE], at: began }]);
     else if (past[past.length - 1].phase !== request[PHASE]) past.push({ phase: request[PHASE], at: now });
+    if (request[FIRST_TOKEN] !== null) correct(pasts.get(request[ID]), began + request[FIRST_TOKEN]);
   }
+}
+
+/** Let decode begin at the first token, which came between two frames. */
+function correct(past, at) {
+  const decode = past.findIndex((piece) => piece.phase === "decode");
+  if (decode < 0) return;
+  const before = decode ? past.slice(0, decode).filter((piece) => piece.at < at) : [{ phase: "prefill", at: past[0].at }];
+  past.splice(0, decode + 1, ...before, { phase: "decode", at });
 }
 
 function makeRow(request) {
@@ -517,7 +539,7 @@ function fillRow(row, request, now, oldest) {
 
 function workerName(id) {
   if (id === null) return "";
-  return frame.cards.find((card) => card.id === id)?.name ?? id;
+  return frame?.cards.find((card) => card.id === id)?.name ?? id;
 }
 
 async function abortRequest(id) {
@@ -526,24 +548,91 @@ async function abortRequest(id) {
   note(ended ? `${id} aborted after ${ended.output_token_count} tokens` : `${id} had already finished`);
 }
 
+// --------------------------------------------------------------------------------------------------- ended requests
+
+// Indices of the fields of an EndedView; see frame.py.
+const ENDED_ID = 0, ENDED_TENANT = 1, ENDED_KIND = 2, AGO = 3, TOOK = 4, END = 5, ENDED_TOKENS = 6, ENDED_MOVES = 7;
+const LEAST_ENDED = 3; // number of ended requests shown beside many in flight
+
+function drawEnded(next) {
+  const shown = next.ended.slice(0, Math.max(LEAST_ENDED, next.ended.length - next.requests.length));
+  $("latest").hidden = !shown.length;
+  keyed($("ended"), shown, (request) => `${request[ENDED_TENANT]}/${request[ENDED_ID]}`, makeEnded, fillEnded);
+  $("example").hidden = !next.sees_requests || shown.length > 0 || next.requests.length > 0;
+  write($("example-command"), exampleCommand(next));
+}
+
+function makeEnded(request) {
+  const id = request[ENDED_ID];
+  return make("li", { class: "ended" },
+    make("button", { type: "button", class: "row-id mono", title: id, onclick: () => openDetails(id) }, id),
+    make("span", { class: "ended-end" }),
+    make("span", { class: "number ended-tokens" }),
+    make("span", { class: "number ended-took" }),
+    make("span", { class: "number ended-ago quiet" }));
+}
+
+function fillEnded(row, request) {
+  const moved = request[ENDED_MOVES] ? `moved ${request[ENDED_MOVES]}×` : "";
+  const remarks = [request[ENDED_KIND], request[END].replaceAll("_", " "), moved, request[ENDED_TENANT]];
+  write(row.querySelector(".ended-end"), remarks.filter(Boolean).join(" · "));
+  write(row.querySelector(".ended-tokens"), request[ENDED_TOKENS] === null ? "" : `${count(request[ENDED_TOKENS])} tok`);
+  write(row.querySelector(".ended-took"), seconds(request[TOOK]));
+  write(row.querySelector(".ended-ago"), `${whole(request[AGO])} ago`);
+  row.classList.toggle("open", details === request[ENDED_ID]);
+}
+
+function exampleCommand(next) {
+  const key = sessionStorage.getItem(KEY) ? " -H 'Authorization: Bearer KEY'" : "";
+  const body = JSON.stringify({ messages: [{ role: "user", content: "What is the capital of France?" }], max_tokens: 100, stream: true });
+  const url = new URL("v1/chat/completions", location.href).href;
+  return `curl -N ${url} -H 'Content-Type: application/json'${key} \\\n  -d '${body}'`;
+}
+
+$("example-copy").hidden = !navigator.clipboard; // browsers have it on loopback and with TLS only
+$("example-copy").addEventListener("click", () =>
+  act($("example-copy"), async () => {
+    await navigator.clipboard.writeText($("example-command").textContent);
+    note("copied");
+  }));
+
 // ------------------------------------------------------------------------------------------ timeline of a request
 
 let details = null; // id of the request whose timeline is open
 let settled = false; // that request has ended: its timeline no longer changes
 
 function openDetails(id) {
+  if (details !== id) clearDetails();
   details = id;
   settled = false;
   $("details").hidden = false;
   write($("details-title"), id);
+  $("details-link").href = `#request=${encodeURIComponent(id)}`;
   refreshDetails();
   $("details").scrollIntoView({ block: "nearest" });
+}
+
+function clearDetails() {
+  for (const id of ["details-bar", "details-events", "details-facts", "details-log-rows"]) $(id).replaceChildren();
+  for (const id of ["details-bar", "details-log", "details-state", "details-abort"]) $(id).hidden = true;
 }
 
 $("details-close").addEventListener("click", () => {
   details = null;
   $("details").hidden = true;
 });
+
+$("details-abort").addEventListener("click", () => act($("details-abort"), () => abortRequest(details)));
+
+/** The page of one request: `#request=ID`. */
+function readHash() {
+  const name = new URLSearchParams(location.hash.slice(1)).get("request");
+  document.body.classList.toggle("one", Boolean(name));
+  if (name) openDetails(name);
+  drawTitle();
+}
+
+addEventListener("hashchange", readHash);
 
 async function refreshDetails() {
   const id = details;
@@ -552,14 +641,17 @@ async function refreshDetails() {
     const record = await ask("GET", `v1/requests/${encodeURIComponent(id)}`);
     if (details === id) drawDetails(record);
   } catch (error) {
-    if (details !== id) return;
+    if (details !== id || !(error instanceof Refused)) return; // when the connection is back, the next frame asks again
     settled = true;
-    $("details-events").replaceChildren(make("li", {}, error.message));
+    clearDetails();
+    $("details-events").replaceChildren(make("li", { "data-tone": "none" }, error.message));
   }
 }
 
 function drawDetails(record) {
   settled = record.status === "finished";
+  drawDetailsState(record);
+  $("details-bar").hidden = $("details-log").hidden = false;
   const timeline = timelineOf(record);
   const whole = Math.max(timeline.end, 0.001);
   drawBar($("details-bar"), timeline.spans.map(([phase, from, to]) => [phase, (to - from) / whole]));
@@ -568,6 +660,16 @@ function drawDetails(record) {
     make("li", { "data-tone": tone ?? "none" }, name, ...[time, place].filter(Boolean).map((text) => make("span", { class: "quiet" }, text)))));
   $("details-facts").replaceChildren(...facts(record).map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
+}
+
+function drawDetailsState(record) {
+  const [state, text] = record.usage ? ["ended", record.usage.finish_reason] : ["running", record.request.phase];
+  $("details-state").hidden = false;
+  $("details-state").dataset.state = state;
+  write($("details-state"), text);
+  if (!$("details-abort").dataset.busy) $("details-abort").hidden = settled;
+  $("details-log-rows").replaceChildren(...record.events.map((event) =>
+    make("tr", {}, ...[seconds(event.at_s), event.event.replaceAll("_", " "), String(event.choice ?? "")].map((text) => make("td", {}, text)))));
 }
 
 /** The steps of a request in order, each with its duration: accepted → queued → prefill → transfer → decode → moved → finished. */
@@ -633,13 +735,26 @@ function facts(record) {
   const usage = record.usage;
   if (usage) {
     const all = (name) => count(sum(usage.choices.map((choice) => choice[name])));
-    return [["kind", usage.kind], ["prompt", all("prompt_tokens")], ["cached", all("cached_tokens")], ["output", all("output_tokens")],
-      ["first token", seconds(usage.first_token_s)], ["worker", workerName(record.worker ?? "here")]];
+    return present([["kind", usage.kind], ["tenant", usage.tenant], ["arrived", new Date(1000 * usage.arrived).toLocaleString()],
+      ["prompt", all("prompt_tokens")], ["cached", all("cached_tokens")], ["output", all("output_tokens")],
+      ["first token", seconds(usage.first_token_s)], ["tokens/s", rate(speed(usage))], ["worker", workerName(record.worker ?? null)],
+      ["choices", usage.choices.length > 1 ? usage.choices.map((each) => each.finish_reason).join(", ") : ""],
+      ...Object.entries(usage.tags), ["trace", usage.traceparent]]);
   }
   const request = record.request;
   const blocks = sum(request.choices.map((choice) => choice.blocks));
-  return [["kind", request.kind], ["phase", request.phase], ["output", count(request.output_tokens)], ["blocks", count(blocks)],
-    ["choices", request.choices.length], ["worker", workerName(record.worker ?? request.worker ?? "here")]];
+  return present([["kind", request.kind], ["tenant", request.tenant], ["output", count(request.output_tokens)], ["blocks", count(blocks)],
+    ["choices", request.choices.length > 1 ? request.choices.length : ""], ["worker", workerName(record.worker ?? request.worker ?? null)],
+    ...Object.entries(request.tags)]);
+}
+
+const present = (pairs) => pairs.filter(([, value]) => value !== "" && value !== undefined);
+
+/** Tokens per second after the first token; null for a single token. */
+function speed(usage) {
+  const tokens = sum(usage.choices.map((choice) => choice.output_tokens)) - usage.choices.length;
+  const took = usage.elapsed_s - (usage.first_token_s ?? usage.elapsed_s);
+  return tokens > 0 && took > 0 ? tokens / took : null;
 }
 
 // ----------------------------------------------------------------------------------------------------------- chat
@@ -734,4 +849,5 @@ async function* chunks(id) {
   }
 }
 
+readHash();
 watch();

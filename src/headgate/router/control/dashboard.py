@@ -9,14 +9,14 @@ import msgspec
 from msgspec.structs import replace
 
 from headgate.contract.dashboard import BOUNDS, Numbers, state_of
-from headgate.dashboard.frame import FleetView, MemberView, RequestView, Viewer
+from headgate.dashboard.frame import EndedView, FleetView, MemberView, RequestView, Viewer
 from headgate.dashboard.meter import Counts
 from headgate.dashboard.page import NUMBERS
 from headgate.router.control.fan_out import CallerHeaders, WorkerCall, WorkerReply
 from headgate.router.fleet.worker import Worker
 
 if TYPE_CHECKING:
-    from headgate.router.exchange.relay import Exchange
+    from headgate.router.exchange.relay import EndedExchange, Exchange
     from headgate.router.router import Router
 
 ASK_TIMEOUT_S = 0.8  # a worker that takes longer is shown without its own metrics
@@ -59,6 +59,16 @@ class RouterSource:
         visible = [exchange for exchange in self._router.live.values() if viewer.sees(exchange.tenant)]
         now_s = self._router.loop.time()
         return [_request_view(exchange, now_s) for exchange in islice(visible, most)], len(visible)
+
+    def ended(self, viewer: Viewer, most: int) -> list[EndedView]:
+        latest: dict[tuple[str, str], EndedExchange] = {}  # an id may have been used again
+        for ended in reversed(self._router.ended):
+            if len(latest) == most:
+                break
+            if viewer.sees(ended.tenant):
+                latest.setdefault((ended.tenant, ended.id), ended)
+        now_s = self._router.loop.time()
+        return [_ended_view(ended, now_s) for ended in latest.values()]
 
 
 def _read(reply: WorkerReply) -> Numbers | None:
@@ -121,6 +131,19 @@ def _request_view(exchange: Exchange, now_s: float) -> RequestView:
         tokens=tokens,
         worker=None if worker is None else worker.url,
         moves=exchange.moves,
+        first_token_s=exchange.first_token_s,
+    )
+
+
+def _ended_view(ended: EndedExchange, now_s: float) -> EndedView:
+    return EndedView(
+        ended.id,
+        ended.tenant,
+        ended.path.removeprefix("/v1/"),
+        ago_s=round(now_s - ended.ended_s, 2),
+        took_s=round(ended.ended_s - ended.began_s, 3),
+        end=ended.cause,
+        moves=ended.moves,
     )
 
 

@@ -108,6 +108,9 @@ class Recipient(Protocol):
     moves: int  # number of earlier attempts
     unresumable: bool  # the client has received part of an answer without a journal
 
+    def tokens_begin(self) -> None:
+        """Called when the first tokens of an attempt arrive."""
+
     def begin_stream(self, worker: Worker, headers: Headers) -> None: ...
 
     def pass_events(self, events: bytes) -> None:
@@ -268,6 +271,7 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
         self._vetted = True
         floor = self._floor
         if floor is None or version >= floor:
+            self._exchange.tokens_begin()
             return False
         self.fail(f"its weights have version {version}, and the fleet's {floor}")
         return True
@@ -286,7 +290,9 @@ class Attempt(msgspec.Struct, eq=False):  # created per request; cheaper than a 
         end = _events_end(data)
         self._tail = data[end:]
         if end:
-            self._exchange.unresumable = True
+            if not self._exchange.unresumable:
+                self._exchange.unresumable = True
+                self._exchange.tokens_begin()
             self._before, self._last = self._last, data[:end]
             self._exchange.write_events(self._last)
         elif len(data) > LONGEST_EVENT:

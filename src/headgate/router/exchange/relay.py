@@ -15,12 +15,15 @@ from functools import partial
 from random import Random
 from typing import Final, Protocol
 
+import msgspec
+
 from headgate.config import RouteConfig
 from headgate.contract.journal import RAW_HEADER
 from headgate.contract.limits import MOST_CHOICES
 from headgate.edge.admission import Admission
 from headgate.errors import RequestError, Unavailable
 from headgate.protocol.command import PauseMode
+from headgate.protocol.output import Cause
 from headgate.router.control.abort_calls import end_former
 from headgate.router.control.fan_out import WorkerCalls
 from headgate.router.counters import RouterCounters
@@ -110,6 +113,18 @@ class Services(Protocol):
     def exchange_ended(self, exchange: Exchange) -> None: ...
 
 
+class EndedExchange(msgspec.Struct, frozen=True, gc=False):  # created per request; cheaper than a dataclass
+    """What remains of a request after its end, for the dashboard."""
+
+    id: str
+    tenant: str
+    path: str
+    began_s: float
+    ended_s: float
+    cause: str  # empty if a worker ended it; the router does not parse answers
+    moves: int
+
+
 class Exchange:
     """One routed request."""
 
@@ -120,6 +135,7 @@ class Exchange:
     attempt: Attempt | None = None
     prefill_request: PrefillRequest | None = None  # set while another worker computes the prompt
     retry_state: RetryState | None = None  # set once an attempt has failed, or placement has to wait
+    first_token_s: float | None = None  # after the arrival; None in an answer that came in one piece
     moves = 0  # attempts that were followed by another one
     departures: tuple[Departure, ...] = ()  # why each of the attempts counted by `moves` ended
     full = False  # the client reads too slowly
@@ -208,6 +224,17 @@ class Exchange:
     def model(self) -> str:
         """The model that the request names, or else the first model of the fleet."""
         return self.info.model or next((name for worker in self.router.fleet for name in worker.models), "")
+
+    def summary(self) -> EndedExchange:
+        """Called at the end."""
+        cause = self.cause or (self.departure_cause if self.client.gone else "")
+        now_s = self.router.loop.time()
+        return EndedExchange(self.id, self.tenant, self.request.path, self.began_s, now_s, cause, self.moves)
+
+    @property
+    def departure_cause(self) -> Cause:
+        """Why the request ends if its client is gone."""
+        return "client_stalled" if self.client.stalled else "client_disconnect"
 
     def no_worker(self) -> RequestError:
         return self.router.no_worker()
@@ -303,6 +330,11 @@ class Exchange:
         return not ended and (queueing or self.held is not None)
 
     # -- events of its attempts ---------------------------------------------------------
+
+    def tokens_begin(self) -> None:
+        """Called when the first tokens of an attempt arrive."""
+        if self.first_token_s is None:
+            self.first_token_s = round(self.router.loop.time() - self.began_s, 3)
 
     def begin_stream(self, worker: Worker, headers: Headers) -> None:
         """Called when the head of a streamed response has arrived: send a head to the client."""
