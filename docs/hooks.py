@@ -12,6 +12,8 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,12 +23,14 @@ from headgate import __version__, cli
 from headgate import config as configs
 from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.accounting.metrics_page import MetricsPage
+from headgate.contract import operations as declarations
 from headgate.contract.compatible import COMPATIBLE, CompatibleField
 from headgate.contract.openapi import router_description, server_description
 from headgate.contract.operations.operation import ERRORS, AskAll, AskOne, Operation, Relay, RouterHandler
 from headgate.contract.operations.table import OPERATIONS
 from headgate.contract.parameter import APIS, Api, SamplingParameter
 from headgate.contract.sampling import PARAMETERS, SAMPLING
+from headgate.contract.schema import Generation
 from headgate.text.parsers.families import REASONING, TOOLS, ReasoningFamily, ToolFamily
 
 ROOT = Path(__file__).parents[1]
@@ -118,37 +122,66 @@ INTRODUCTION = (
 )
 
 
+# Titles of the sections, by the module in `contract/operations` that declares their operations.
+SECTIONS = {
+    "generation": "Generation",
+    "status": "Models, health and metrics",
+    "control": "Control",
+    "fleet": "Workers and scaling",
+    "sglang": "Compatible with SGLang",
+    "vllm": "Compatible with vLLM",
+    "trl": "Compatible with TRL",
+}
+
+
 def http_page() -> str:
     server = msgspec.json.decode(server_description(__version__))
     router = msgspec.json.decode(router_description(__version__))
+    schemas = router["components"]["schemas"] | server["components"]["schemas"]
     lines = ["# HTTP API reference", "", INTRODUCTION, "", "## Errors", ""]
     lines += [f"Their body is {type_of({'$ref': 'ErrorBody'})}.", "", "| status | means |", "|---|---|"]
     lines += [f"| {status} | {meaning} |" for status, meaning in ERRORS.items()]
-    lines += ["", "## Calls", ""]
-    for operation in OPERATIONS:
-        if operation.in_api:
+    for module, operations in groupby(filter(attrgetter("in_api"), OPERATIONS), _module):
+        lines += ["", f"## {SECTIONS.get(module, module.capitalize())}", ""]
+        for operation in operations:
             lines += [*_operation(operation, server if operation.on_server else router, router), ""]
-    lines += ["## Types", ""]
-    for name, schema in sorted((router["components"]["schemas"] | server["components"]["schemas"]).items()):
-        lines += [*_component(name, schema), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, "## Types", "", *_types(lines, schemas)])
+
+
+def _module(operation: Operation) -> str:
+    modules = (module for _, module in inspect.getmembers(declarations, inspect.ismodule))
+    return next(module.__name__.rpartition(".")[2] for module in modules if operation in vars(module).values())
+
+
+def _types(lines: list[str], schemas: dict[str, Any]) -> list[str]:
+    """The types to which `lines` link, directly or through other types."""
+    sections: dict[str, list[str]] = {}
+    titles = {name.lower(): name for name in schemas}
+    waiting = lines
+    while linked := {titles[link] for link in re.findall(r"\(#(\w+)\)", "\n".join(waiting))} - sections.keys():
+        added = {name: _component(name, schemas[name]) for name in linked}
+        sections |= added
+        waiting = [line for section in added.values() for line in section]
+    return [line for _, section in sorted(sections.items()) for line in [*section, ""]]
 
 
 def _operation(operation: Operation, document: dict[str, Any], router: dict[str, Any]) -> list[str]:
     lines = [f"### `{operation}`", "", f"{operation.summary}.", ""]
     lines += [f"Access: {operation.access.value}. On a router: {routed(operation)}.", ""]
     if operation.body is not None:
-        lines += [f"Body: {_body(operation, document)}", ""]
+        lines += [*_body("Body", operation, document), ""]
     if operation.router_body is not None:
-        lines += [f"Body on a router: {_body(operation, router)}", ""]
+        lines += [*_body("Body on a router", operation, router), ""]
     failures = []
-    for status, response in _described(operation, document)["responses"].items():
+    form = usual = type_of({"$ref": "ErrorBody"})
+    for code, response in _described(operation, document)["responses"].items():
         bodies = [_content(kind, each["schema"]) for kind, each in response.get("content", {}).items()]
-        if bodies == [type_of({"$ref": "ErrorBody"})]:
-            failures.append(status)
+        if len(bodies) == 1 and "ErrorBody]" in bodies[0]:
+            form = bodies[0]
+            failures.append(code)
         else:
-            lines += [f"{status}: {' or '.join(bodies) or 'nothing'}", ""]
-    return [*lines, f"Errors: {', '.join(failures)}"]
+            lines += [f"{code}: {' or '.join(bodies) or 'nothing'}", ""]
+    return [*lines, f"Errors: {', '.join(failures)}{f', as {form}' if form != usual else ''}"]
 
 
 def _described(operation: Operation, document: dict[str, Any]) -> dict[str, Any]:
@@ -156,8 +189,21 @@ def _described(operation: Operation, document: dict[str, Any]) -> dict[str, Any]
     return described
 
 
-def _body(operation: Operation, document: dict[str, Any]) -> str:
-    return type_of(_described(operation, document)["requestBody"]["content"]["application/json"]["schema"])
+def _body(title: str, operation: Operation, document: dict[str, Any]) -> list[str]:
+    """The fields of the body if it is an object, else its type."""
+    schema = _described(operation, document)["requestBody"]["content"]["application/json"]["schema"]
+    name = schema.get("$ref", "").rpartition("/")[2]
+    component = document["components"]["schemas"].get(name, {})
+    if not component.get("properties"):
+        return [f"{title}: {type_of(schema)}"]
+    lines = [f"{title}:", "", *_fields(name, component)]
+    if any(_is_compatible(field, each) for field, each in component["properties"].items()):
+        lines += ["", "It also accepts some values of [fields of other systems](../api.md#fields-of-other-systems)."]
+    return lines
+
+
+def _is_compatible(field: str, schema: dict[str, Any]) -> bool:
+    return not schema.keys() - {"default"} and field in COMPATIBLE_NAMES
 
 
 def routed(operation: Operation) -> str:
@@ -238,10 +284,47 @@ def _component(name: str, schema: dict[str, Any]) -> list[str]:
         lines += [" ".join(schema["description"].split()), ""]
     if "properties" not in schema:
         return [*lines, type_of(schema)]
-    lines += ["| field | type | default |", "|---|---|---|"]
+    return [*lines, *_fields(name, schema)]
+
+
+def _fields(name: str, schema: dict[str, Any]) -> list[str]:
+    meanings = _meanings(name)
+    lines = ["| field | type | default | |", "|---|---|---|---|"]
     for field, each in schema["properties"].items():
-        lines.append(f"| `{field}` | {type_of(each)} | {_default(field, each, schema)} |")
+        if not _is_compatible(field, each):
+            lines.append(
+                f"| `{field}` | {type_of(each)} | {_default(field, each, schema)} | {meanings.get(field, '')} |"
+            )
     return lines
+
+
+def _meanings(name: str) -> dict[str, str]:
+    """The comments of a struct's fields, and the summaries of its sampling parameters."""
+    owner = STRUCTS.get(name)
+    if owner is None:
+        return {}
+    sampling = PARAMETERS.values() if issubclass(owner, Generation) else ()
+    found = {alias: each.summary for each in sampling for api in APIS for alias in each.names_in(api)}
+    for base in reversed(owner.__mro__):
+        if base.__module__.startswith("headgate.") and "<" not in base.__qualname__:
+            found |= _comments(base)
+    return found
+
+
+def _structs() -> dict[str, type]:
+    """The structs of request and answer bodies, by name."""
+    found: dict[str, type] = {}
+    waiting: list[type] = [msgspec.Struct]
+    while waiting:
+        for each in waiting.pop().__subclasses__():
+            waiting.append(each)
+            if each.__module__.startswith(("headgate.contract.", "headgate.protocol.")):
+                found[each.__name__] = each
+    return found
+
+
+STRUCTS = _structs()
+COMPATIBLE_NAMES = {each.name for each in COMPATIBLE if each.place == "body"}
 
 
 def _default(field: str, schema: dict[str, Any], owner: dict[str, Any]) -> str:
@@ -381,7 +464,7 @@ def _value(field: Field[Any]) -> str:
 
 
 def _comments(owner: type) -> dict[str, str]:
-    """The comments that follow the fields of a dataclass."""
+    """The comments that follow the fields of a dataclass or struct."""
     found = re.findall(r"^ {4}(\w+): [^#\n]*?(?:\(\n[^#\n]*?)?#\s*(.*)$", inspect.getsource(owner), re.MULTILINE)
     return {name: comment.replace("|", "\\|") for name, comment in found}
 

@@ -16,13 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from headgate import cli
 from headgate.api.accounting.metrics import ServerMetrics
 from headgate.api.accounting.metrics_page import MetricsPage
 from headgate.cli.completion import nodes
-from headgate.contract.operations.operation import Access
+from headgate.contract.compatible import COMPATIBLE
+from headgate.contract.operations.operation import Access, Operation
 from headgate.contract.operations.table import OPERATIONS
 from headgate.contract.parameter import APIS
 from headgate.contract.sampling import PARAMETERS
@@ -73,6 +75,28 @@ def test_every_endpoint_is_documented(made):
     page = made["reference/http.md"]
     for operation in OPERATIONS:
         assert (f"### `{operation}`" in page) == operation.in_api
+
+
+def section(page: str, operation: Operation) -> str:
+    return re.split(r"^##", page.split(f"### `{operation}`\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_every_operation_is_documented_with_access_body_answer_and_errors(made):
+    compatible = {field.name for field in COMPATIBLE if field.place == "body"}
+    for operation in filter(lambda each: each.in_api, OPERATIONS):
+        text = section(made["reference/http.md"], operation)
+        assert f"Access: {operation.access.value}. On a router: " in text and re.search(
+            r"^200: \S", text, re.MULTILINE
+        )
+        assert {"400", "500"} <= set(re.findall(r"\d+", text.split("\nErrors: ")[1]))
+        listed = {row.split("`")[1] for row in text.splitlines() if row.startswith("| `")}
+        bodies = [body for body in (operation.body, operation.router_body) if hasattr(body, "__struct_fields__")]
+        wanted = {field.encode_name for body in bodies for field in msgspec.structs.fields(body)}
+        assert wanted - compatible <= listed <= wanted, operation
+    pause = next(each for each in OPERATIONS if str(each) == "POST /v1/pause")
+    assert "| `mode` | `abort` or `drain` or `freeze` | `abort` | " in section(made["reference/http.md"], pause)
+    update = next(each for each in OPERATIONS if str(each) == "POST /v1/update_weights")
+    assert "a folder, a safetensors or a GGUF file on this host" in section(made["reference/http.md"], update)
 
 
 def test_the_table_of_operations_matches_the_code(hooks):
