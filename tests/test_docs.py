@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -296,6 +297,24 @@ def test_the_stored_recording_is_small_and_readable_in_light_and_dark():
     assert len(svg.encode()) < 60_000 and "prefers-color-scheme:dark" in svg
     assert len(text) > 400 and times == sorted(times) and len(times) > 50
     assert 'class="first"' in svg and 'class="second"' in svg and "http://www.w3.org/2000/svg" in svg
+
+
+def test_the_badges_state_what_the_package_declares():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    titles = {name: badge(name).find("{http://www.w3.org/2000/svg}title") for name in ("license", "python")}
+    assert titles["license"].text == f"license: {project['license']}"
+    assert titles["python"].text == f"Python: {project['requires-python'].removeprefix('>=')} or later"
+    shown = {name for page in ("README.md", "README.zh-CN.md") for name in badges(page)}
+    assert shown == {file.stem.removeprefix("badge-") for file in (ROOT / "docs/images").glob("badge-*.svg")}
+    assert badges("README.md") == badges("README.zh-CN.md")
+
+
+def badge(name: str) -> ElementTree.Element:
+    return ElementTree.fromstring((ROOT / f"docs/images/badge-{name}.svg").read_text("utf-8"))
+
+
+def badges(page: str) -> list[str]:
+    return re.findall(r"docs/images/badge-([\w-]+)\.svg", (ROOT / page).read_text("utf-8"))
 
 
 # ----------------------------------------------------------------------------------------------------------- snippets
