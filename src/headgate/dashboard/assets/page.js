@@ -584,7 +584,7 @@ function fillEnded(row, request) {
 
 function exampleCommand(next) {
   const key = sessionStorage.getItem(KEY) ? " -H 'Authorization: Bearer KEY'" : "";
-  const body = JSON.stringify({ messages: [{ role: "user", content: "What is the capital of France?" }], max_tokens: 100, stream: true });
+  const body = JSON.stringify({ messages: [{ role: "user", content: "What is the capital of Japan?" }], max_tokens: 100, stream: true });
   const url = new URL("v1/chat/completions", location.href).href;
   return `curl -N ${url} -H 'Content-Type: application/json'${key} \\\n  -d '${body}'`;
 }
@@ -832,7 +832,7 @@ async function* chunks(id) {
     stream: true,
     request_id: id,
     max_tokens: Number($("most").value) || 256,
-    temperature: Number($("warmth").value),
+    temperature: $("warmth").value === "" ? undefined : Number($("warmth").value), // undefined: as the model recommends
   };
   const response = await fetch("v1/chat/completions", {
     method: "POST",
