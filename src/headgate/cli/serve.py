@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -40,10 +40,19 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 def add_serve(command: CommandParser) -> None:
     command.usage = "headgate serve [MODEL] [options]"
     command.set_defaults(run=serve)
-    add = command.add_argument
-    add("model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (SmolLM2-135M-Instruct)")
+    command.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder, GGUF file or hub id (SmolLM2-135M-Instruct)"
+    )
+    _add_network(command.add_argument_group("network").add_argument)
+    _add_compute(command.add_argument_group("compute").add_argument)
+    _add_limits(command.add_argument_group("limits").add_argument)
+    _add_access(command.add_argument_group("access and logging").add_argument)
+    _add_web_pages(command.add_rare_group("web pages").add_argument)
+    _add_answers(command.add_rare_group("answers").add_argument)
+    _add_fleets(command.add_rare_group("fleets").add_argument)
 
-    add = command.add_argument_group("network").add_argument
+
+def _add_network(add: Callable[..., argparse.Action]) -> None:
     add("--host", default="127.0.0.1", help="address to bind (default: %(default)s, local only)")
     add("--port", type=int, default=8000, help="port to bind; 0: any free port (default: %(default)s)")
     add("--served-name", metavar="NAME", help="model name in the API (default: the model's own)")
@@ -51,7 +60,8 @@ def add_serve(command: CommandParser) -> None:
     # Used by a supervising process that holds the other end of our standard input: the server exits when it closes.
     add("--with-parent", action="store_true", help=argparse.SUPPRESS)
 
-    add = command.add_argument_group("compute").add_argument
+
+def _add_compute(add: Callable[..., argparse.Action]) -> None:
     add("--replicas", type=int, default=1, metavar="N", help="engine processes behind one API (default: 1)")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="processes that share one model, per engine (1)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
@@ -65,7 +75,8 @@ def add_serve(command: CommandParser) -> None:
     )
     add("--deterministic", action="store_true", help="bitwise identical answers whatever else is running")
 
-    add = command.add_argument_group("limits").add_argument
+
+def _add_limits(add: Callable[..., argparse.Action]) -> None:
     add("--max-context", type=int, metavar="TOKENS", help="prompt and answer together (default: the model's)")
     add("--max-running", type=int, default=256, metavar="N", help="answers computed at once, per engine (256)")
     add("--max-queue", type=int, default=1024, metavar="N", help="answers that may wait beyond those (1024)")
@@ -73,7 +84,8 @@ def add_serve(command: CommandParser) -> None:
     add("--client-stall-timeout", type=float, default=30.0, metavar="S", help="drop clients that read nothing (30)")
     add("--drain-timeout", type=float, default=30.0, metavar="S", help="let requests finish at shutdown (30)")
 
-    add = command.add_argument_group("access and logging").add_argument
+
+def _add_access(add: Callable[..., argparse.Action]) -> None:
     add("--api-keys", type=Path, metavar="FILE", help="name:key lines or JSON; default: $HEADGATE_API_KEYS")
     add("--admin-key", metavar="KEY", help="for control calls; prefer $HEADGATE_ADMIN_KEY")
     add(
@@ -92,10 +104,12 @@ def add_serve(command: CommandParser) -> None:
         help="debug, info, warning or error (info)",
     )
 
-    add = command.add_rare_group("web pages").add_argument
+
+def _add_web_pages(add: Callable[..., argparse.Action]) -> None:
     add("--cors-origin", action="append", default=[], metavar="URL", help="web page origin that may call, or *")
 
-    add = command.add_rare_group("answers").add_argument
+
+def _add_answers(add: Callable[..., argparse.Action]) -> None:
     add(
         "--logprobs-mode",
         choices=get_args(LogprobsMode),
@@ -114,7 +128,8 @@ def add_serve(command: CommandParser) -> None:
         add(flag, choices=parsers, default="auto", metavar="NAME", help=f"{', '.join(parsers)} (auto)")
     add("--routed-experts", action="store_true", help="keep the experts of tokens, for return_routed_experts")
 
-    add = command.add_rare_group("fleets").add_argument
+
+def _add_fleets(add: Callable[..., argparse.Action]) -> None:
     add("--register", metavar="URL", help="router to join; its key: $HEADGATE_ROUTER_KEY")
     add("--register-as", metavar="URL", help="this server's URL there (default: the address it is reached at)")
     add("--router-ca", type=Path, metavar="FILE", help="CAs of an https:// router; default: the system's")
