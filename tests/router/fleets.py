@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from headgate.config import RouteConfig, WorkerAddress
+from headgate.contract.control import BOOT_HEADER
 from headgate.contract.operations.operation import AskAll
 from headgate.contract.operations.table import ON_ROUTERS
 from headgate.contract.orders import Order, Orders, Overtaken
@@ -208,6 +209,8 @@ def fake_worker(**options: Any) -> Iterator[FakeWorker]:
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(raw)))
+            if fake.boot_id is not None:
+                self.send_header(BOOT_HEADER, fake.boot_id)
             self.end_headers()
             self.wfile.write(raw)
 

@@ -139,6 +139,7 @@ def test_2_a_workers_report_does_not_count_for_a_request_at_another_worker():
             status, told = quiet(method, path, body, order)
             if path == ABORT:
                 told["result"]["aborted"] = [{"request_id": "one", "output_token_count": 999}]
+                told["result"]["errors"] = [{"request_id": "one", "code": "timeout", "message": "it is busy"}]
             return status, told
 
         holder.answer, claimant.answer = finishing, claiming  # type: ignore[method-assign]

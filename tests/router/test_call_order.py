@@ -114,6 +114,23 @@ def test_24_an_update_does_not_hide_that_another_caller_has_resumed_a_worker(fak
         assert len(late.asked("/v1/pause")) == 1
 
 
+def test_24_the_answer_to_a_pause_reveals_that_its_worker_has_restarted(fakes: list[FakeWorker]):
+    """Otherwise a later probe would take the restart for one after the pause, and pause the worker again."""
+    known = fakes[0]
+    known.boot_id = "first"
+    with live_router(known.url) as router:
+        found = router.router.fleet.find(known.url)
+        wait_until(lambda: found.boot_id == "first")
+        probed = threading.Event()
+        known.late["/v1/loads"] = lambda: probed.wait(60)
+        known.restart("second")
+        assert router.post("/v1/pause").status_code == 200
+        assert found.boot_id == "second"
+        probed.set()
+        router.wait_for(paused=1)
+        assert len(known.asked("/v1/pause")) == 1
+
+
 @pytest.fixture
 def restarted(fakes: list[FakeWorker]) -> Iterator[tuple[FakeWorker, FakeWorker, LiveRouter]]:
     """A worker that has restarted, unnoticed so far, in a fleet that was paused, and one that has paused late."""

@@ -549,7 +549,7 @@ MUTANTS = [
         "router/control/fan_out.py",
         "            self._fleet.set_boot_id(worker, boot)\n",
         "            pass\n",
-        test="tests/sim/test_regressions.py",
+        test="tests/router/test_call_order.py",
     ),
     Mutant(
         "the end of a whole answer is sent even if its worker was lost",
