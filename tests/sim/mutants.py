@@ -729,6 +729,7 @@ MUTANTS = [
         "router/control/lifecycle.py",
         "            ended = await self.end_accepted(body, accepted, caller, due_s + SLACK_S)\n",
         "            ended = []\n",
+        test="tests/router/test_paused.py",
     ),
     Mutant(
         "an abort does not name prefill requests",

@@ -595,6 +595,7 @@ LATEST = {
     255086519796: "an abort ends a request that arrived during the call, although its worker was also paused",
     1251488397: "an answer returned by a shutdown continues on a server that was restarted between two probes",
     733630493341: "a worker reports a request as ended and as unknown, and its whole answer is still expected",
+    949795884997: "a restarted worker that another router pauses for an update is paused with the fleet, too",
     1007583619286: "a request that moved just before a pause is counted once, although two workers had it",
 }
 

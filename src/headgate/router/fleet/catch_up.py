@@ -68,7 +68,13 @@ class CatchUp:
     def _unrecorded(self) -> list[Worker]:
         if self._controls.current_pause is None:
             return []
-        return [worker for worker in self._fleet if worker.state == "paused" and worker not in self._controls.paused]
+        return [
+            worker for worker in self._fleet if self._seems_paused(worker) and worker not in self._controls.paused
+        ]
+
+    def _seems_paused(self, worker: Worker) -> bool:
+        """Whether its state shows that it is paused. One that has restarted may be paused for an update only."""
+        return worker.state == "paused" and worker not in self._controls.restarted
 
     async def _detect_other_resumes(self) -> None:
         """End the fleet's pause if a paused worker runs again without a restart: another caller has resumed it."""
@@ -103,7 +109,7 @@ class CatchUp:
             version=self._fleet.wanted_version,
             sendable=self._weights.last_update is not None,
         )
-        paused = worker in controls.paused or worker.state == "paused"
+        paused = worker in controls.paused or self._seems_paused(worker)
         return steps(wanted, Observed(paused, worker.version, missed_resume=worker in controls.unanswered_resumes))
 
     def _missed_resumes(self) -> list[Worker]:
