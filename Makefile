@@ -15,7 +15,8 @@ up: $(READY)
 	@exec $(BIN)/headgate up $(ARGS)
 
 # Tests of one file run sequentially, files in parallel; then two minutes of load, during which memory must not grow.
-TOGETHER := -n auto --maxprocesses 4 --dist loadfile
+# One more process than cores, at most four: many tests wait for timeouts and other processes.
+TOGETHER := -n $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 4))") --dist loadfile
 # Tests run as on a machine that booted a minute ago, where the kernel allows it; `make test CLOCK=plain` uses the real clock.
 STARTED := $(if $(filter plain,$(CLOCK)),,$(BIN)/python tests/just_started.py)
 test: check coverage kernels
