@@ -115,6 +115,11 @@ def test_a_grammar_in_lark_is_passed_on_except_for_ids_of_tokens():
         "\n" * 200_000,
         '"' * 200_000,
         "root ::= " + '"x"' + "*" * 200_000,
+        "root ::= " + "[" * 20_000,
+        'root ::= "x" ' + "<" * 50_000,
+        'root ::= "' + '\\"' * 20_000,
+        'start: "' + '\\"' * 50_000,
+        "start: /" + "\\/" * 50_000,
     ],
 )
 def test_every_grammar_is_converted_or_refused_in_bounded_time(written: str):

@@ -108,11 +108,16 @@ class _Token:
 
 
 def _tokens(grammar: str) -> Iterator[_Token]:
+    """The tokens up to the first odd character. No grammar has one, and a search for the end of each bracket or quote
+    that has none would take quadratic time.
+    """
     line = 1
     for found in _TOKEN.finditer(grammar):
         assert found.lastgroup is not None
         if found.lastgroup != "blank":
             yield _Token(found.lastgroup, found[found.lastgroup], line)
+        if found.lastgroup == "odd":
+            return
         line += found[0].count("\n")
 
 
