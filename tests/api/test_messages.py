@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,21 @@ def test_blocks_of_a_conversation_become_messages_of_the_template():
         {"role": "tool", "content": "", "tool_call_id": "b"},
         {"role": "user", "content": "And?"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("role", "block"),
+    [
+        ("user", {"type": "text", "text": "a" * 100}),
+        ("assistant", {"type": "tool_use", "id": "a", "name": "look", "input": {}}),
+    ],
+)
+def test_a_message_of_many_blocks_does_not_hold_the_event_loop(role: str, block: dict[str, Any]):
+    messages = [{"role": role, "content": [block] * 50_000}, {"role": "user", "content": "?"}]
+    body = convert({"messages": messages}, MessagesRequest, "")
+    started_s = time.thread_time()
+    as_chat(body)
+    assert time.thread_time() - started_s < 2
 
 
 def test_a_last_message_of_the_assistant_is_continued(model: Path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -46,10 +46,13 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
 
 
 def _messages(body: MessagesRequest) -> list[Message]:
-    messages = [Message(role="system", content=text_of(body.system, "system"))] if body.system else []
-    for i, message in enumerate(body.messages):
-        for part in _split(message, f"messages[{i}].content"):
-            _add(messages, part)
+    turns: list[list[Message]] = []  # consecutive messages of one role
+    for message in _single_blocks(body):
+        if turns and turns[-1][0].role == message.role != "tool":
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    messages = [_together(turn) for turn in turns]
     if not messages:
         raise RequestError("the messages have no content", param="messages")
     if messages[-1].role == "assistant" and messages[-1].tool_calls:
@@ -59,8 +62,15 @@ def _messages(body: MessagesRequest) -> list[Message]:
     return messages
 
 
+def _single_blocks(body: MessagesRequest) -> Iterator[Message]:
+    if body.system:
+        yield Message(role="system", content=text_of(body.system, "system"))
+    for i, message in enumerate(body.messages):
+        yield from _split(message, f"messages[{i}].content")
+
+
 def _split(message: MessageParam, where: str) -> Iterable[Message]:
-    """One chat message per block; `_add` puts those of one role together again. Results have a role of their own."""
+    """One chat message per block; `_together` puts them together again. Results have a role of their own."""
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
     if not message.content:
@@ -104,18 +114,19 @@ def _text(block: ContentBlock, where: str) -> str:
     return _given(block.text, where, "text")
 
 
-def _add(messages: list[Message], message: Message) -> None:
-    """Append a message, or add it to the last one if that has the same role: their blocks belong to one turn."""
-    last = messages[-1] if messages else None
-    if last is None or last.role != message.role or message.role == "tool":
-        messages.append(message)
-        return
-    last.content = _joined(last.content, message.content)
-    last.reasoning_content = _joined(last.reasoning_content, message.reasoning_content)
-    last.tool_calls = [*(last.tool_calls or ()), *(message.tool_calls or ())] or None
+def _together(parts: Sequence[Message]) -> Message:
+    """One message of all blocks of a turn. Adding them one by one would take quadratic time."""
+    if len(parts) == 1:
+        return parts[0]
+    return Message(
+        role=parts[0].role,
+        content=_joined([part.content for part in parts]),
+        reasoning_content=_joined([part.reasoning_content for part in parts]),
+        tool_calls=[call for part in parts for call in part.tool_calls or ()] or None,
+    )
 
 
-def _joined(*texts: str | list[Part] | None) -> str | None:
+def _joined(texts: Iterable[str | list[Part] | None]) -> str | None:
     given = [text for text in texts if isinstance(text, str)]
     return "\n".join(filter(None, given)) if given else None
 
