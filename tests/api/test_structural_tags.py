@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -134,3 +135,40 @@ def test_what_cannot_be_enforced_is_refused_by_name(asked: dict[str, Any], param
     with pytest.raises(RequestError, match=message) as refused:
         structural_tag(asked, param="here")
     assert refused.value.param == param
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """Each level writes the inner one four times: for each of three triggers, and for the first tag."""
+    format: dict[str, Any] = {"type": "regex", "pattern": "a"}
+    for _ in range(levels):
+        tags = [{"begin": "<abc", "content": format, "end": ">"}]
+        format = {"type": "triggered_tags", "triggers": ["<", "<a", "<ab"], "tags": tags, "at_least_one": True}
+    return {"type": "structural_tag", "format": format}
+
+
+def with_triggers(count: int) -> dict[str, Any]:
+    triggers = [f"<{i:05}" for i in range(count)]
+    tags = [{"begin": trigger, "content": INTEGER, "end": ">"} for trigger in triggers]
+    return tag("triggered_tags", triggers=triggers, tags=tags)
+
+
+def with_ends(count: int) -> dict[str, Any]:
+    content = {"type": "or", "elements": [{"type": "const_string", "value": "a"}] * count}
+    return tag("tag", begin="", content=content, end=[f"</{i:05}>" for i in range(count)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (nested(14), "the maximum is"),
+        (with_triggers(1000), "1000 triggers; at most 128"),
+        (with_ends(5000), "the maximum is"),
+    ],
+)
+def test_a_tag_with_a_grammar_that_would_be_too_long_is_refused_before_it_is_written(
+    asked: dict[str, Any], message: str
+):
+    started_s = time.thread_time()
+    with pytest.raises(RequestError, match=message):
+        structural_tag(asked)
+    assert time.thread_time() - started_s < 2

@@ -85,7 +85,7 @@ def pattern(written: str) -> str:
 
 def context_free(written: str, *, param: str) -> str:
     """Return a grammar in Lark or EBNF as Lark. It is not checked yet."""
-    _check_size(written, param)
+    check_size(len(written), param)
     if is_ebnf(written):
         return lark_of(written, param=param)
     if _TOKEN_IDS.search(_QUOTED.sub("", written)):
@@ -93,9 +93,10 @@ def context_free(written: str, *, param: str) -> str:
     return written
 
 
-# In Lark: `<[123]>` is a token, but not within a text, a pattern or a comment.
+# In Lark: `<[123]>` is a token, but not within a text, a pattern or a comment. A text or pattern without an end is
+# refused later; it matches here too, because a search for its end from each of its quotes would take quadratic time.
 _TOKEN_IDS = re.compile(r"<\s*\[")
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/')
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"?|//[^\n]*|/(?:[^/\\\n]|\\.)+/?')
 
 
 def schema_rule(schema: Schema, *, param: str, blanks: Blanks = USUAL_BLANKS) -> str:
@@ -126,17 +127,15 @@ def checked(grammar: str, *, param: str = "grammar", foreign: bool = False) -> s
     grammar may apply to the same text, or a client wrote the rules (`foreign`), it is checked in a separate process,
     which takes a few times as long.
     """
-    _check_size(grammar, param)
+    check_size(len(grammar), param)
     if complaint := _complaint(grammar, foreign):
         raise RequestError(f"the grammar cannot be enforced: {complaint}", param=param)
     return grammar
 
 
-def _check_size(grammar: str, param: str) -> None:
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise RequestError(
-            f"the grammar has {len(grammar)} characters; the maximum is {MAX_GRAMMAR_CHARS}", param=param
-        )
+def check_size(chars: int, param: str) -> None:
+    if chars > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"the grammar has {chars} characters; the maximum is {MAX_GRAMMAR_CHARS}", param=param)
 
 
 @lru_cache(maxsize=256)

@@ -17,9 +17,10 @@ from typing import Any, Final
 from headgate.contract import structural_tag as tags
 from headgate.contract.structural_tag import Format, TagFormat, format_of
 from headgate.errors import RequestError
-from headgate.text.constraints import checked, context_free, literal, pattern, schema_rule
+from headgate.text.constraints import check_size, checked, context_free, literal, pattern, schema_rule
 
 MOST_NESTED: Final = 32
+MOST_TRIGGERS: Final = 128
 ANYTHING: Final = "/(?s:.*)/"
 SOMETHING: Final = "/(?s:.+)/"
 
@@ -42,7 +43,9 @@ class _TagWriter:
     def __init__(self, param: str) -> None:
         self._param = param
         self._lines: list[str] = []
+        self._chars = 0  # of the lines
         self._depth = 0
+        self._part_chars = 0  # of all parts, counted once for each format around them
 
     def grammar(self, format: Format) -> str:
         start = self._joined(self._parts(format, (), last=True))
@@ -54,6 +57,8 @@ class _TagWriter:
         if self._depth > MOST_NESTED:
             raise self._refusal(f"formats are nested more than {MOST_NESTED} deep")
         parts = self._parts_of(format, ends, last)
+        self._part_chars += sum(len(part.lark) for part in parts)
+        check_size(self._part_chars // MOST_NESTED, self._param)  # patterns are not lines until they are complete
         self._depth -= 1
         return parts
 
@@ -99,6 +104,8 @@ class _TagWriter:
     # -- tags -------------------------------------------------------------------
 
     def _triggered(self, format: tags.TriggeredTags, ends: tuple[str, ...], *, last: bool) -> Parts:
+        if len(format.triggers) > MOST_TRIGGERS:
+            raise self._refusal(f"{len(format.triggers)} triggers; at most {MOST_TRIGGERS} are accepted")
         whole = [self._parts(tag.whole, (), last=False) for tag in format.tags] if format.at_least_one else []
         if format.at_least_one and format.stop_after_first:
             return [self._either(whole), *_one_of(ends)]
@@ -163,6 +170,8 @@ class _TagWriter:
 
     def _named(self, prefix: str, lark: str) -> str:
         name = f"{prefix}_{len(self._lines)}"
+        self._chars += len(lark)
+        check_size(self._chars, self._param)  # before more is written: nested triggers repeat their tags
         self._lines.append(f"{name}: {lark}")
         return name
 
