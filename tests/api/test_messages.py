@@ -207,6 +207,19 @@ def test_5_16_73_the_stop_reason_is_anthropics_and_the_cause_ours(
     assert (told["stop_reason"], told["cause"]) == (reason, end[1])
 
 
+@pytest.mark.parametrize(("reason", "code"), [("abort", "pause"), ("pd_reschedule", "pd_error")])
+def test_57_a_message_that_was_cut_short_has_an_error_for_a_strict_client(
+    model: Path, reason: FinishReason, code: str
+):
+    end, strict = (reason, "pause"), {"X-OpenAI-Strict": "true"}
+    problem = whole(model, "yes", end=end, headers=strict)["error"]
+    client = ask(model, "yes", ASKED | {"stream": True}, end=end, headers=strict)
+    *_, delta, error, stop = events(client)
+    assert [delta["type"], error["type"], stop["type"]] == ["message_delta", "error", "message_stop"]
+    assert error["error"] == problem and (problem["type"], problem["code"]) == ("overloaded_error", code)
+    assert "error" not in whole(model, "yes", end=end) and "error" not in whole(model, "yes", headers=strict)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_sequence_that_ended_the_answer_is_named(model: Path, stream: bool):
     client = ask(model, "one two three", ASKED | {"stop_sequences": ["x", " thr"], "stream": stream})

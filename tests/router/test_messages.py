@@ -109,11 +109,13 @@ def test_5_58_the_router_ends_a_message_that_no_worker_has(stream: bool, strict:
             answer = await ask(url, MESSAGES, body, {"X-OpenAI-Strict": strict})
             if stream:
                 told = read(answer)
-                assert told.kinds == ["message_start", "message_delta", "message_stop"]
+                errors = ["error"] if strict == "true" else []
+                assert told.kinds == ["message_start", "message_delta", *errors, "message_stop"]
                 end = told.end
             else:
                 end = answer.json
                 assert end["content"] == [] and end["usage"]["output_tokens"] == 0
+                assert end.get("error", {}).get("code") == ("deadline" if strict == "true" else None)
             assert answer.status == 200 and (end["stop_reason"], end["cause"]) == (reason, "deadline")
             router.release()
 
@@ -158,6 +160,11 @@ def test_73_a_withheld_end_becomes_the_one_that_was_requested_and_the_models_wor
     before = message % (told % (reason, b"pause"), told % (b"abort", b"pause"))
     after = message % (told % (reason, b"api_abort"), told % (b"abort", b"pause"))
     assert as_aborted(before, "api_abort", strict=strict) == after
+
+
+def test_73_the_error_of_a_withheld_end_has_the_requested_cause_and_its_own_type():
+    event = b'{"message":"the answer was cut short after 5 tokens (%b)","type":"overloaded_error","param":null,"code":"%b"}'
+    assert as_aborted(event % (b"pause", b"pause"), "api_abort", strict=True) == event % (b"api_abort", b"api_abort")
 
 
 def test_refusals_by_the_router_have_anthropics_format():

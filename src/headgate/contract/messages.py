@@ -137,6 +137,7 @@ class MessageObject(msgspec.Struct, kw_only=True):
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
     completion_token_ids: Sequence[int] | UnsetType = UNSET
     weight_versions: Sequence[VersionSpan] | UnsetType = UNSET
+    error: Problem | UnsetType = UNSET  # why the answer was cut short, for clients that do not accept `abort`
 
 
 class TokenCount(msgspec.Struct, kw_only=True):

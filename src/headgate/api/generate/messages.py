@@ -27,6 +27,7 @@ from headgate.api.generate.reading import read_body
 from headgate.api.generate.serve import RequestContext, check_model, exchange
 from headgate.api.generate.tokenize import MOST_TOKENS
 from headgate.api.generate.usage import version_spans
+from headgate.api.generate.wire import cut_short
 from headgate.api.state import Api, api_of
 from headgate.contract.compatible import check_compatible
 from headgate.contract.error_answers import error_event_at
@@ -34,6 +35,7 @@ from headgate.contract.event_json import encode
 from headgate.contract.messages import (
     CountTokensRequest,
     MessageEnd,
+    MessageErrorBody,
     MessageObject,
     MessagesRequest,
     MessageUsage,
@@ -103,7 +105,9 @@ class MessagesFormat:
         if piece.finish is None:
             return events
         events += self._blocks.close()
-        return events + message_delta(self._end(job, piece.finish), _usage(piece.finish))
+        error = self._why_cut(piece.finish)
+        events += message_delta(self._end(job, piece.finish), _usage(piece.finish))
+        return events + (self.failure(error) if error else b"")
 
     def closing(self) -> bytes:
         return event("message_stop")
@@ -123,7 +127,9 @@ class MessagesFormat:
         self._blocks.close()
         end = msgspec.structs.asdict(self._end(job, answer.finish))
         changes = {**end, "usage": _usage(answer.finish), "content": self._blocks.content}
-        return encode(msgspec.structs.replace(self._message, **changes))
+        error = self._why_cut(answer.finish)
+        problem = MessageErrorBody.of(error, self._context.request_id).error if error else UNSET
+        return encode(msgspec.structs.replace(self._message, **changes, error=problem))
 
     # -- both -------------------------------------------------------------------
 
@@ -135,6 +141,10 @@ class MessagesFormat:
         if reader is None:
             return self._blocks.add_text(piece.text) if piece.text else b""
         return b"".join(map(self._blocks.add, read(reader, piece)))
+
+    def _why_cut(self, finish: Finish) -> HeadgateError | None:
+        """The error for clients that do not accept the stop reason `abort`, if the answer was cut short."""
+        return cut_short(finish) if self._context.strict else None
 
     def _end(self, job: ChoiceJob, finish: Finish) -> MessageEnd:
         reader = self._readers.get(job)

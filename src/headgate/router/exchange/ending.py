@@ -14,11 +14,13 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from headgate.contract.errors import Problem, cut_short, error_body, problem_of
+from headgate.contract.error_answers import error_event_at
+from headgate.contract.errors import Problem, cut_short, problem_of
 from headgate.contract.event_json import encode
 from headgate.contract.journal import MOVABLE_CAUSES, RESCHEDULED
 from headgate.contract.messages import (
     MessageEnd,
+    MessageErrorBody,
     MessageObject,
     MessageUsage,
     event,
@@ -46,7 +48,7 @@ _END_OF_MESSAGE = rb'"stop_reason":"%b","stop_sequence":null,"cause":"%b"'
 WORKERS_MESSAGE_END = re.compile(_END_OF_MESSAGE % (rb"(?:abort|max_tokens)", b"(?:%b)" % _MOVABLE))
 # The error that explains such an end to a strict client. Errors of choices that had ended before keep their causes.
 CUT_SHORT = re.compile(
-    rb'\{"message":"[^"\\]* after (\d+) tokens \((?:%b)\)","type":"\w+","param":null,"code":"\w+"\}' % _MOVABLE
+    rb'\{"message":"[^"\\]* after (\d+) tokens \((?:%b)\)","type":"(\w+)","param":null,"code":"\w+"\}' % _MOVABLE
 )
 
 
@@ -127,13 +129,19 @@ def _final_message(
     reasons = [(end, stop_reason_of("abort", end.cause, called=False, strict=strict)) for end in ends]
     if not stream:
         ((end, reason),) = reasons
-        whole = structs.replace(message, stop_reason=reason, cause=end.cause)
+        problem = MessageErrorBody.of(_cut(end), id).error if strict else msgspec.UNSET
+        whole = structs.replace(message, stop_reason=reason, cause=end.cause, error=problem)
         return encode({**msgspec.to_builtins(whole), **_ids(end)})
     events = b""
     for end, reason in reasons:  # none if the client has received the end of the message
         events += b"" if end.ids else message_start(message)
         events += message_delta(MessageEnd(stop_reason=reason, cause=end.cause), tokens)
+        events += error_event_at(MESSAGES.path, _cut(end), id) if strict else b""
     return events + event("message_stop")
+
+
+def _cut(end: End) -> RequestError:
+    return cut_short(len(end.ids), end.cause)
 
 
 def as_aborted(ending: bytes, cause: str = CAUSE, *, strict: bool = False) -> bytes:
@@ -143,15 +151,16 @@ def as_aborted(ending: bytes, cause: str = CAUSE, *, strict: bool = False) -> by
     ending = WORKERS_MESSAGE_END.sub(
         _END_OF_MESSAGE % (_stop_reason(cause, strict=strict), cause.encode()), ending, count=1
     )
-    return CUT_SHORT.sub(lambda found: _problem(int(found[1]), cause), ending) if strict else ending
+    return CUT_SHORT.sub(lambda found: _problem(int(found[1]), found[2], cause), ending) if strict else ending
 
 
 def _stop_reason(cause: str, *, strict: bool) -> bytes:
     return stop_reason_of("abort", cause, called=False, strict=strict).encode()
 
 
-def _problem(tokens: int, cause: str) -> bytes:
-    return error_body(cut_short(tokens, cause)).removeprefix(b'{"error":').removesuffix(b"}")
+def _problem(tokens: int, kind: bytes, cause: str) -> bytes:
+    """`kind`: the type of the error, which differs between APIs."""
+    return encode(structs.replace(problem_of(cut_short(tokens, cause)), type=kind.decode()))
 
 
 def usage_of(journal: Journal) -> Usage:
