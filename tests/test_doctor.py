@@ -106,6 +106,12 @@ def test_kernels_are_built_can_be_built_or_need_a_compiler(built, compiler, verd
     assert finding.verdict == verdict and found in finding.found
 
 
+def test_a_compiler_that_is_known_to_fail_on_the_kernels_is_named(tmp_path):
+    finding = doctor.kernels(None, tmp_path / "kernels.so", "/usr/bin/g++", "kernels.cpp:1:1: error: no")
+    assert finding.verdict == "note"
+    assert finding.found == "/usr/bin/g++ cannot compile them (kernels.cpp:1:1: error: no)"
+
+
 @pytest.mark.parametrize(
     ("built", "compiler", "verdict", "found"),
     [

@@ -5,7 +5,7 @@ fit: its sources, its flags, Python and torch. A library in such a folder is loa
 
 Rules: a library appears in its folder complete or not at all, because it is built elsewhere and then renamed. A file
 lock keeps two processes from building the same library at once. A failure is returned as a value, `NotCompiled`,
-because there is always a fallback.
+because there is always a fallback. `KnownFailure` keeps a slow compilation from failing again at every start.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ PYTHON_ABI = sysconfig.get_config_var("SOABI")
 
 @dataclass(frozen=True, slots=True)
 class NotCompiled:
-    """The reason why a library could not be compiled."""
+    """The reason why a library could not be compiled, and what the operator can do about it, if anything."""
 
     reason: str
+    remedy: str | None = None
 
 
 def default_cache() -> Path:
@@ -66,6 +67,39 @@ def build_once(library: Path, build: Callable[[Path, Path], str | None]) -> NotC
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class KnownFailure:
+    """A file that records why `compiler` rejected the sources of the library in `folder`.
+
+    The name of the folder is a hash of the other inputs. A record of another compiler, also of another version of it,
+    is ignored.
+    """
+
+    folder: Path
+    compiler: str
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "failure"
+
+    def read(self) -> str | None:
+        try:
+            compiler, _, why = self.file.read_text().partition("\n")
+        except OSError:
+            return None
+        return why if compiler == self._compiler() else None
+
+    def write(self, why: str) -> None:
+        """Record a failure, unless it may pass: a fatal error (a missing header, a full disk), a crash, a timeout."""
+        if ": error: " in why:
+            self.file.write_text(f"{self._compiler()}\n{why}")
+
+    def _compiler(self) -> str:
+        path = Path(self.compiler).resolve()
+        status = path.stat()
+        return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
 def load_prebuilt(name: str, library: Path) -> Any | None:
     """Load a library of the wheel; None, with a line on stderr, if the wheel's libraries do not fit this machine."""
     if not PREBUILT.is_dir():
@@ -96,7 +130,7 @@ def compile_with(command: list[str], *, timeout_s: float) -> str | None:
     if done.returncode == 0:
         return None
     lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
-    return next((line for line in lines if "error" in line), lines[0]).strip()
+    return next((line for line in lines if "error: " in line), lines[-1]).strip()
 
 
 def import_library(name: str, library: Path) -> Any:

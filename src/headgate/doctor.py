@@ -192,7 +192,9 @@ def _with_torch() -> Iterator[Finding]:
 
     flags = build.cpu_flags()
     yield cpu(flags, build.why_not_here(flags), torch.get_num_threads())
-    yield kernels(build.why_not_here(flags), build.found_library(), shutil.which("g++"))
+    compiler = shutil.which("g++")
+    failure = None if compiler is None else build.known_failure(compiler)
+    yield kernels(build.why_not_here(flags), build.found_library(), compiler, failure)
     yield routing(fast_path.found_library(), shutil.which("cc"))
     yield from gpus(torch.cuda, version_of("triton")) if torch.cuda.is_available() else no_gpu(torch.__version__)
     yield memory("memory", min(free_on_machine(), free_in_cgroup()))
@@ -209,11 +211,13 @@ def cpu(flags: frozenset[str], unsupported: str | None, threads: int) -> Finding
     return Finding("cpu", "ok", f"{text}, {best}", "compiled kernels, with bfloat16 in hardware")
 
 
-def kernels(unsupported: str | None, library: Path, compiler: str | None) -> Finding:
+def kernels(unsupported: str | None, library: Path, compiler: str | None, failure: str | None = None) -> Finding:
     if unsupported is not None:
         return Finding("kernels", "note", "none for this CPU", "torch kernels are used instead")
     if library.exists():
         return Finding("kernels", "ok", f"built, in {library.parent}", "servers use them")
+    if failure is not None:
+        return Finding("kernels", "note", f"{compiler} cannot compile them ({failure})", "torch kernels are slower")
     if compiler is not None:
         return Finding(
             "kernels", "ok", f"not built yet, {compiler} found", "the first start takes half a minute more"

@@ -53,6 +53,15 @@ def test_a_machine_without_kernels_computes_in_torch(caplog, monkeypatch):
     assert available_backends() == ["torch"]
 
 
+def test_kernels_that_the_operator_can_repair_are_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(choice, "load_kernels", lambda: NotCompiled("no C++ compiler", "install g++"))
+    assert choose_backend("auto", CPU, torch.float32, HEADS).name == "torch"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and record.message == (
+        "answers will be slow, because torch computes them: no C++ compiler. To make them fast: install g++"
+    )
+
+
 def test_an_unknown_backend_name_is_refused():
     with pytest.raises(ValueError, match="backend 'cuda' is unknown; choose from auto, torch, cpu, triton"):
         choose_backend("cuda", CPU, torch.float32, HEADS)

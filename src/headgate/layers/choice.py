@@ -42,8 +42,20 @@ def choose_backend(
     kernels = cpu_kernels(device, dtype, heads)
     if isinstance(kernels, Kernels):
         return CpuBackend(kernels, dtype, heads)
-    logger.log(logging.WARNING if name != "auto" else logging.INFO, "computing in plain torch: %s", kernels.reason)
+    log_fallback(kernels, expected=name == "auto")
     return torch_backend(device, dtype, heads, deterministic)
+
+
+def log_fallback(missing: NotCompiled, *, expected: bool) -> None:
+    """Log why torch computes. It is a warning if another backend was configured, or if the operator can do something."""
+    if missing.remedy is not None:
+        logger.warning(
+            "answers will be slow, because torch computes them: %s. To make them fast: %s",
+            missing.reason,
+            missing.remedy,
+        )
+    else:
+        logger.log(logging.INFO if expected else logging.WARNING, "computing in plain torch: %s", missing.reason)
 
 
 def torch_backend(device: torch.device, dtype: torch.dtype, heads: Heads, deterministic: bool) -> Backend:

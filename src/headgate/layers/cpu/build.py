@@ -23,6 +23,7 @@ from headgate import compiling
 from headgate.compiling import (
     PREBUILT,
     PYTHON_ABI,
+    KnownFailure,
     NotCompiled,
     build_once,
     compile_with,
@@ -39,7 +40,7 @@ NEEDED_CPU_FLAGS = ("avx2", "fma", "f16c")
 
 # `-ffp-contract=off`: if the compiler fused a multiplication and an addition in one instantiation of a template but
 # not in another, the bits of a row would depend on adjacent rows.
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
+COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-w")
 AVX512_FLAGS = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 ISA_FLAGS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -97,7 +98,7 @@ def _load_module(compiler: str, cache: Path) -> Any:
                 return built
         return import_library(MODULE, library)
     except (OSError, ImportError) as error:
-        return NotCompiled(f"cannot build or load {library}: {error}")
+        return NotCompiled(f"cannot build or load {library}: {error}", "set XDG_CACHE_HOME to a writable folder")
 
 
 def library_in(cache: Path) -> Path:
@@ -148,13 +149,35 @@ def _build(compiler: str, library: Path) -> Path | NotCompiled:
     """Compile to `library`, unless another process has just done so."""
     found = shutil.which(compiler)
     if found is None:
-        return NotCompiled(f"no C++ compiler: {compiler} not found (install g++ for fast CPU kernels)")
+        return NotCompiled(f"no C++ compiler: {compiler} not found", "install g++ 10 or later and restart")
+    known = KnownFailure(library.parent, found)
 
     def build(scratch: Path, built: Path) -> str | None:
+        before = known.read()
+        if before is not None:
+            return before
         print("headgate: compiling CPU kernels, once (about 30 s) ...", file=sys.stderr, flush=True)
-        return _compile_and_link(found, scratch, built)
+        why = _compile_and_link(found, scratch, built)
+        if why is not None:
+            known.write(why)
+        return why
 
-    return build_once(library, build) or library
+    failed = build_once(library, build)
+    if failed is None:
+        return library
+    return NotCompiled(f"compiling the CPU kernels failed: {failed.reason}", _remedy(known))
+
+
+def _remedy(known: KnownFailure) -> str:
+    another = "use g++ 10 or later, or another release of torch"
+    if known.read() is None:
+        return f"if the reason is not a full disk or a missing header, {another}"
+    return f"{another}; to try again with the same versions, remove {known.file}"
+
+
+def known_failure(compiler: str) -> str | None:
+    """Return why `compiler`, a path, is known to reject these sources; None if it is not."""
+    return KnownFailure(library_in(default_cache()).parent, compiler).read()
 
 
 def _units() -> list[_Unit]:
@@ -194,5 +217,4 @@ def _link_flags() -> list[str]:
 
 
 def _run(command: list[str]) -> str | None:
-    why = compile_with(command, timeout_s=COMPILE_S)
-    return None if why is None else f"compiling the CPU kernels failed: {why}"
+    return compile_with(command, timeout_s=COMPILE_S)
