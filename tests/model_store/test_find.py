@@ -114,6 +114,11 @@ def test_the_error_for_an_invalid_name_lists_the_valid_forms(places: Places, nam
         find_model(name, places)
 
 
+def test_an_empty_name_is_not_the_current_folder():
+    with pytest.raises(NotAModel, match="the name of the model is empty"):
+        find_model("")
+
+
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path, places: Places) -> None:
     with pytest.raises(NotAModel, match=r"config\.json"):
         find_model(str(tmp_path), places)

@@ -62,6 +62,8 @@ def find_model(name: str | None, places: Places | None = None, *, say: Say = say
     places = places or Places.of(os.environ)
     if name is None:
         return ModelFiles(default_model.fetch(places.our_cache, say), default_model.NAME, "default")
+    if not name:
+        raise NotAModel("the name of the model is empty; give a folder, a GGUF file or a hub id")
     path = Path(name).expanduser()
     if path.exists():
         return _local(path, places)
