@@ -153,7 +153,15 @@ def test_a_server_that_refuses_is_reported_in_one_sentence(body, sentence, capsy
 def test_an_empty_prompt_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     assert cli.main(["run", "http://127.0.0.1:1"], {}) == cli.WRONG_USE
-    assert "no prompt" in capsys.readouterr().err
+    assert "no prompt: give it after the model" in capsys.readouterr().err
+
+
+def test_a_terminal_without_a_prompt_says_what_it_waits_for(capsys, monkeypatch):
+    terminal = io.StringIO("\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert cli.main(["run", "http://127.0.0.1:1"], {}) == cli.WRONG_USE
+    assert "type the prompt, then Ctrl-D" in capsys.readouterr().err
 
 
 def test_a_device_is_refused_with_a_server(capsys):

@@ -65,12 +65,18 @@ def add_sampling(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    prompt = options.prompt if options.prompt is not None else sys.stdin.read().strip()
+    prompt = options.prompt if options.prompt is not None else typed_prompt()
     if not prompt:
-        raise RequestError("no prompt: give it as an argument or on standard input")
+        raise RequestError("no prompt: give it after the model (headgate run MODEL PROMPT) or on standard input")
     with responder(options, environ) as source:
         _, complete = show(source, [*opening(options), {"role": "user", "content": prompt}])
     return 0 if complete else INTERRUPTED
+
+
+def typed_prompt() -> str:
+    if sys.stdin.isatty():
+        note("type the prompt, then Ctrl-D (or use: headgate run MODEL PROMPT)")
+    return sys.stdin.read().strip()
 
 
 def chat(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
