@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from headgate.compiling import NotCompiled
 from headgate.contract.journal import first_version
+from headgate.router import server
 from headgate.router.data_path import fast_path
 from headgate.router.data_path.fast_path import PYTHON, FastPath, answer_head, compiled, request_head
 from headgate.router.data_path.outbox import Outbox
@@ -670,3 +671,12 @@ def test_without_a_home_folder_or_its_source_there_is_a_reason(tmp_path: Path, m
     monkeypatch.setattr(fast_path, "SOURCE", tmp_path / "fast_path.c")
     missing = compiled("cc", tmp_path)
     assert isinstance(missing, NotCompiled) and "fast_path.c" in missing.reason
+
+
+def test_a_router_without_it_says_once_what_it_costs_and_what_to_do(caplog, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "compiled", lambda: NotCompiled("there is no compiler 'cc'"))
+    monkeypatch.setattr(server, "keep_freed_memory", lambda: None)
+    assert server.prepare_process() is PYTHON
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "twice the CPU time" in record.message and "no compiler 'cc'. To compile it: install gcc" in record.message

@@ -29,6 +29,7 @@ from headgate.tls import server_context
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
+REMEDY = "install gcc and the headers of Python, and set XDG_CACHE_HOME if the cache folder cannot be written"
 FIRST_PROBE_S = 1.0  # wait for the first probes of the workers before accepting requests
 
 Announce = Callable[[str, list[str]], None]
@@ -46,7 +47,11 @@ def prepare_process() -> FastPath:
     keep_freed_memory()
     chosen = compiled()
     if isinstance(chosen, NotCompiled):
-        log.warning("the compiled fast path is not available, using the slower Python one: %s", chosen.reason)
+        log.warning(
+            "the router will use twice the CPU time, because its fast path runs in Python: %s. To compile it: %s",
+            chosen.reason,
+            REMEDY,
+        )
         return PYTHON
     return chosen
 
