@@ -113,6 +113,7 @@ sdist: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing PyTorch and the other libraries in $(VENV): a few minutes, without output.'
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
