@@ -97,7 +97,7 @@ def test_control_calls_are_refused_to_tenants_and_allowed_to_the_admin(keys, pat
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/pauses", "/", "", "/v1/modelsx", "/v1//models", "/v1/chat", "/LIVE", "/live/x"]
+    "path", ["/v1/pauses", "//", "", "/v1/modelsx", "/v1//models", "/v1/chat", "/LIVE", "/live/x"]
 )
 def test_an_undeclared_path_requires_the_admin_key(keys, path):
     assert keys.caller(path, bearer("root")).admin
