@@ -26,7 +26,7 @@ from headgate.router.data_path.upstream import Headers, Reader
 from headgate.router.fleet.policy import POLICIES
 from headgate.router.fleet.prefix_index import PrefixIndex
 from headgate.router.fleet.worker import Worker
-from headgate.router.router import Router
+from headgate.router.router import SUMMARIES_PER_S, Router
 from tests.router.compiled import compiled_fast_path
 from tests.router.run import run
 
@@ -165,6 +165,19 @@ def test_one_abort_of_many_ids_is_one_message_for_each_worker_that_has_some(work
         assert took_s < 0.002 * requests + 1.0, "searching for each id at every worker would take hours"
 
     run(main(), timeout_s=300)
+
+
+def test_a_router_keeps_summaries_of_a_bounded_number_of_requests_per_second():
+    async def main() -> None:
+        router, hosts = big_router(1)
+        for second in range(1, 3):
+            ids = [f"r{second}-{number}" for number in range(2 * SUMMARIES_PER_S)]
+            await running(router, hosts, ids)
+            await end(router, ids)
+            assert len(router.ended) == second * SUMMARIES_PER_S and router.live == {}
+            await asyncio.sleep(1.1)
+
+    run(main())
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def _request_view(exchange: Exchange, now_s: float) -> RequestView:
         tokens=tokens,
         worker=None if worker is None else worker.url,
         moves=exchange.moves,
-        first_token_s=exchange.first_token_s,
+        first_token_s=None if exchange.first_token_s is None else round(exchange.first_token_s, 3),
     )
 
 

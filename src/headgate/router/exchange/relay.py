@@ -225,10 +225,9 @@ class Exchange:
         """The model that the request names, or else the first model of the fleet."""
         return self.info.model or next((name for worker in self.router.fleet for name in worker.models), "")
 
-    def summary(self) -> EndedExchange:
+    def summary(self, now_s: float) -> EndedExchange:
         """Called at the end."""
         cause = self.cause or (self.departure_cause if self.client.gone else "")
-        now_s = self.router.loop.time()
         return EndedExchange(self.id, self.tenant, self.request.path, self.began_s, now_s, cause, self.moves)
 
     @property
@@ -334,7 +333,7 @@ class Exchange:
     def tokens_begin(self) -> None:
         """Called when the first tokens of an attempt arrive."""
         if self.first_token_s is None:
-            self.first_token_s = round(self.router.loop.time() - self.began_s, 3)
+            self.first_token_s = self.router.loop.time() - self.began_s
 
     def begin_stream(self, worker: Worker, headers: Headers) -> None:
         """Called when the head of a streamed response has arrived: send a head to the client."""
